@@ -1,4 +1,4 @@
-"""The chart and the table of docs/results.md on more hosts, from the record of `scripts/lab scale`.
+"""The chart of docs/results.md and the table of benchmarks/step-times.md on more hosts, from the record of `scripts/lab scale`.
 
 PYTHONPATH=scripts python -m documentation.scale    writes them anew
 """
@@ -13,7 +13,7 @@ from laboratory.machine import ROOT
 from laboratory.report import filled, read
 
 PAGE, CHART, RECORD = (
-    ROOT / "docs" / "results.md",
+    ROOT / "benchmarks" / "step-times.md",
     ROOT / "docs" / "charts" / "scale.svg",
     ROOT / "benchmarks" / "results" / "scale.json",
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from documents import ROOT
 
-from documentation import local_steps, results, step_times, usual_loops
+from documentation import local_steps, results, scale, step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -94,6 +94,14 @@ def test_the_time_of_local_steps_on_a_slow_link() -> None:
     takes, computing = ([each[other]["median"] for each in (sign, dense)] for other in ("stock", "none"))
     assert "takes {:.2f} of DDP's with `every=30` and `sign`, {:.2f} with `dense`".format(*takes) in page
     assert "of which {:.0f} and {:.0f} % is computing".format(*(100 / each for each in computing)) in page
+
+
+def test_the_bytes_as_hosts_are_added_are_those_of_the_record() -> None:
+    page, lines = scale.PAGE.read_text(), scale.by_spec()
+    assert page == scale.written(page), "run PYTHONPATH=scripts python -m documentation.scale"
+    assert scale.CHART.read_text() == scale.chart(), "run PYTHONPATH=scripts python -m documentation.scale"
+    on = {spec: of[1024]["interface_bytes"] for spec, of in lines.items()}
+    assert on["topk"] > on["stock"] > on["bf16"] > 3 * on["blocks"] and on["topk:route=split"] < on["topk"] / 100
 
 
 @pytest.mark.parametrize("link", RATES)
