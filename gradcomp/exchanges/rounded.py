@@ -165,11 +165,10 @@ class Rounded(Compressor):
     def _seconds_saved(self, parts: GroupPartition) -> float:
         """Estimate the time on the link that route=alltoall saves, for one operation more.
 
-        A gather sends a payload P - 1 times. By parts, a rank sends a part to each owner, and its sums P - 1 times.
+        A gather sends a payload P - 1 times. By parts, a rank receives its own P - 1 times, and sends its sums as often.
         """
         whole, part = payloads.size(self.rounding(parts.n).form), payloads.size(self._form(parts))
-        others = parts.ranks - 1
-        return (others * whole - (min(others, parts.groups) + others) * part) * SECONDS_PER_BYTE
+        return (parts.ranks - 1) * (whole - 2 * part) * SECONDS_PER_BYTE
 
 
 def _name_frozen(payload: Payload, acc: Acc, received: Collection[Payload] = ()) -> None:
@@ -237,13 +236,16 @@ class GroupPartition:
 
     @property
     def longest(self) -> int:
-        """Return the entries of the longest part."""
-        return max(self.length(rank) for rank in range(self.ranks))
+        """Return the entries of the longest part: the last one, whose last group may be shorter or longer, or one before."""
+        if self.ranks == 1:
+            return self.n
+        before = -(-self.groups // self.ranks) - (self.groups % self.ranks == 1)  # of one group more, the last part has it
+        return max(self.length(self.ranks - 1), before * self.group)
 
     @property
     def owners(self) -> Sequence[int]:
         """List the ranks whose parts are not empty."""
-        return [rank for rank in range(self.ranks) if self.length(rank)]
+        return range(self.ranks) if self.groups >= self.ranks else [rank for rank in range(self.ranks) if self.length(rank)]
 
     def first(self, rank: int) -> int:
         return self.n if rank == self.ranks else self.groups * rank // self.ranks * self.group
