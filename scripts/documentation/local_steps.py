@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from documentation.charts import Bounded, Sheet, bounds
-from laboratory.harness.ways import local_of
+from laboratory.harness.ways import LocalWay, local_of
 from laboratory.machine import ROOT
 from laboratory.report import filled, read
 from laboratory.stats import upper_bound
@@ -25,6 +25,13 @@ def lines(name: str) -> list[dict[str, Any]]:
     (task,) = read(ROOT / "benchmarks" / "results" / f"study-local-{name}.json")["tasks"].values()
     found: list[dict[str, Any]] = task["lines"]
     return found
+
+
+def way_of(line: dict[str, Any]) -> LocalWay:
+    """Return the local steps of a line that is not DDP's."""
+    way = local_of(line["spec"])
+    assert way is not None
+    return way
 
 
 def nats(line: dict[str, Any]) -> float:
@@ -44,8 +51,7 @@ def losses() -> list[list[str]]:
     rows = [["way", "nats a byte", "over DDP's", "bytes, DDP's / sent", "seeds"]]
     rows.append(["DDP", f"{nats(ddp):.3f}", "", "1 x", str(len(ddp["seeds"]))])
     for line in others:
-        way = local_of(line["spec"])
-        assert way is not None
+        way = way_of(line)
         written = f"`every={way.every}`, `{way.spec}`"
         ratio = f"{line['compression']:,.0f} x"
         rows.append([written, f"{nats(line):.3f}", f"{over(line, ddp):+.1f} %", ratio, str(len(line["seeds"]))])
@@ -67,8 +73,7 @@ def rows(name: str, worse: Callable[[float, float], float]) -> list[Bounded]:
     ddp, *others = lines(name)
     found = []
     for line in others:
-        way = local_of(line["spec"])
-        assert way is not None
+        way = way_of(line)
         by = [worse(*both) for both in zip(line["scores"], ddp["scores"], strict=True)]
         found.append(
             Bounded(f"every {way.every}, {way.spec}", line["compression"], statistics.fmean(by), upper_bound(by), True)

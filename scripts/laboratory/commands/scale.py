@@ -18,6 +18,7 @@ from gradcomp.prediction import measure
 from gradcomp.prediction.link import RINGS, crossing_bytes
 from gradcomp.prediction.recording_network import Message
 from laboratory import options, report
+from laboratory.harness import ways
 from laboratory.report import Progress, columns
 from laboratory.tasks import cifar
 from laboratory.timing import threads
@@ -37,7 +38,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--specs", type=lambda text: text.split(";"), default=SPECS, help=f"(default: {SPECS})")
+    parser.add_argument("--specs", type=ways.several, default=SPECS, help=f"(default: {SPECS})")
     parser.add_argument("--width", type=options.positive, default=96, help="channels of the net (default: 96)")
     options.add_places(parser, "none")
 
@@ -66,8 +67,9 @@ def costs(spec: str, shapes: Shapes, hosts: int) -> dict[str, float]:
     """Return the cost of a step's messages to a host: those of one rank, or of several where the spec acts between hosts."""
     of_host = OF_HOST if "by_host=true" in spec else 1
     world = World(0, hosts * of_host, tuple(rank // of_host for rank in range(hosts * of_host)))
-    if spec.startswith("powersgd:rank="):
-        messages = powersgd(shapes, int(spec.removeprefix("powersgd:rank=")))
+    other = ways.other(spec)
+    if other is not None and other[0] == "powersgd":
+        messages = powersgd(shapes, int(other[1]))
     else:
         every = measure.measure(spec, shapes, world, BUCKET_MB, torch.device("cpu"))
         messages = [part.message for bucket in every for part in bucket.parts if part.message is not None]
