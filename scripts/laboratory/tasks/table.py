@@ -52,6 +52,7 @@ TASKS = {
         texts.SHAKESPEARE,
         "adamw",
         "cosine",
+        second=True,
     ),
 }
 TASKS["cifar-large"] = TASKS["cifar"]._replace(
