@@ -109,7 +109,11 @@ class ActingOptimizer:
 
     def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
         """Check an optimizer that is about to step. Return whether it trains some of the session's parameters."""
-        if not self.exchanged or self.replaced:
+        if self.replaced:
+            return False
+        if not self.exchanged:
+            if hasattr(optimizer, "synchronize") and self.trains(optimizer):  # Horovod's
+                self.origin.expect_marks(optimizer)
             return False
         self._meet(optimizer, compressor)
         known = self._known[optimizer]

@@ -239,9 +239,8 @@ class OptimizerView(ActingOptimizer):
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
         share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
         momenta = {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
-        self.origin.note_moments(
-            optimizer, resumed or any(seed is not None for m in momenta.values() for seed in m.seeds or ())
-        )
+        has_some = any(seed is not None for momentum in momenta.values() for seed in momentum.seeds or ())
+        self.origin.note_moments(optimizer, resumed, has_some)
         return momenta
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:

@@ -76,11 +76,23 @@ class Origin:
         self._take_over(optimizer, False)
         self._note(optimizer)
 
-    def note_moments(self, optimizer: torch.optim.Optimizer, are_known: bool) -> None:
-        """Note that the ranks go on with moments. are_known: some were loaded. Forget the marks of a saved state."""
+    def expect_marks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let Horovod broadcast the marks of rank 0's state, if that alone was loaded: it knows no option that others lack.
+
+        Ranks that have loaded nothing make a step first.
+        """
+        for group in optimizer.param_groups:
+            group.setdefault(MARK, False)
+
+    def note_moments(self, optimizer: torch.optim.Optimizer, are_loaded: bool, has_some: bool) -> None:
+        """Note that the ranks go on with moments. are_loaded: with those of gradcomp's state. Forget the marks of a saved state.
+
+        has_some: the optimizer has some. Beside a mark they are no saved ones: Horovod's step before a broadcast makes them of
+        the weight decay.
+        """
         marks = [group.pop(MARK, False) for group in optimizer.param_groups]
-        self.begins_without |= any(marks) and not (are_known or self._reloads)
-        self._take_over(optimizer, are_known)
+        self.begins_without |= any(marks) and not (are_loaded or self._reloads)
+        self._take_over(optimizer, are_loaded or has_some)
         self.holds_moments, _holders[optimizer] = True, self._key
 
     def leave(self) -> None:

@@ -13,12 +13,21 @@ import pytest
 import ranks
 import small_net
 import torch
-from doors import ALONE, DOORS, Training
+from doors import ALONE, COMPRESSION, DOORS, OWN, Training
 
 from gradcomp.engine import optimizer_steps
 
 pytestmark = pytest.mark.slow
 
+# Checkpoints of rank 0: the door, whether Compression has the optimizer, and the weight decay, with which Horovod's broadcast
+# makes velocities that are not 0.
+RESUMED = [
+    (OWN, True, 0.0),
+    (OWN, True, 0.01),
+    (COMPRESSION, True, 0.01),
+    (COMPRESSION, False, 0.0),
+    (COMPRESSION, False, 0.01),
+]
 SPECS = ["dense", "topk:ratio=0.05", "auto"]
 
 
@@ -43,23 +52,31 @@ def broadcast() -> dict[str, dict[str, Any]]:
     return found
 
 
-def resumed_on_rank_0(door: str) -> dict[str, Any]:
-    """Load a checkpoint of rank 0's optimizer, of which the exchange had the momentum, on rank 0 alone. Broadcast it."""
-    run = Training(door, spec="topk:ratio=0.05", momentum=0.9, bucket_mb=0.015)
+def resumed_on_rank_0(door: str, given: bool, decay: float) -> dict[str, Any]:
+    """Load a checkpoint of rank 0's optimizer, of which the exchange had the momentum, on rank 0 alone. Broadcast it.
+
+    given: Compression has the optimizer. Without it, nothing has when Horovod broadcasts.
+    """
+    options: dict[str, Any] = {} if door == OWN else {"given": given}
+    model = small_net.net()
+    inner = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, weight_decay=decay)
+    run = Training(door, model, spec="topk:ratio=0.05", inner=inner, bucket_mb=0.015, **options)
     run.train(3)
-    saved, model = run.optimizer.state_dict(), run.model.state_dict()
-    del run
+    saved, weights = run.optimizer.state_dict(), run.model.state_dict()
+    del run, inner
     gc.collect()
-    run = Training(door, spec="topk:ratio=0.05", momentum=0.9, bucket_mb=0.015)
+    model = small_net.net()
+    inner = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, weight_decay=decay)
+    run = Training(door, model, spec="topk:ratio=0.05", inner=inner, bucket_mb=0.015, **options)
     if hvd.rank() == 0:
         run.optimizer.load_state_dict(saved)
-        run.model.load_state_dict(model)
+        run.model.load_state_dict(weights)
     hvd.broadcast_parameters(run.model.state_dict(), 0)
     hvd.broadcast_optimizer_state(run.optimizer, 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        weights = run.train(3)
-    return {"weights": weights, "said": [str(each.message) for each in said]}
+        trained = run.train(3)
+    return {"weights": trained, "said": [str(each.message) for each in said]}
 
 
 def rates_of_rank_0(door: str, adam: bool) -> dict[str, Any]:
@@ -96,7 +113,7 @@ def two_phases(door: str, spec: str) -> dict[str, Any]:
 
 def program() -> dict[Any, Any]:
     found: dict[Any, Any] = dict(broadcast())
-    found["resumed"] = {door: resumed_on_rank_0(door) for door in DOORS}
+    found["resumed"] = {case: resumed_on_rank_0(*case) for case in RESUMED}
     for door, adam in itertools.product(DOORS, (False, True)):
         found[door, adam] = rates_of_rank_0(door, adam)
     for door in (ALONE, *DOORS):
@@ -118,10 +135,10 @@ def test_the_optimizers_own_state_is_the_stock_one(door: str) -> None:
     assert torch.equal(first["weights"], second["weights"])
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_rank_0_alone_loads_a_checkpoint_and_horovod_broadcasts_it(door: str) -> None:
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_rank_0_alone_loads_a_checkpoint_and_horovod_broadcasts_it(case: tuple[str, bool, float]) -> None:
     """The exchange had the momentum, of which rank 0's checkpoint has only a mark: rank 0 says so, and all train on alike."""
-    first, second = (found["resumed"][door] for found in outcomes())
+    first, second = (found["resumed"][case] for found in outcomes())
     assert torch.equal(first["weights"], second["weights"])
     assert [text for text in first["said"] if "without" in text] and not second["said"], (first["said"], second["said"])
 
