@@ -166,25 +166,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   put_back(x, count, rows);
 }
 
-// Add scale times a group's entries to a row. Words behind the codes are not read.
-__device__ __forceinline__ void add_group(float* row, const uint32_t* words, uint32_t top, int depth, int width, float scale) {
-  if (depth == kConstant) {
-    const float value = scale * float_of(words[0]);
-    UNROLLED for (unsigned i = 0; i < kEntries; ++i) row[i] += value;
-    return;
-  }
-  uint32_t planes[8];
-  UNROLLED for (int bit = 0; bit < 8; ++bit) planes[bit] = bit < width ? words[bit] : 0;
-  turn(planes);
-  const EvenLevels levels(top - static_cast<uint32_t>(depth), width);
-  UNROLLED for (unsigned i = 0; i < kEntries; ++i) {
-    const auto code = static_cast<int>(planes[i % 8] >> (i / 8 * 8) & 0xff);
-    row[i] += scale * (static_cast<float>(code - levels.top) * levels.step);
-  }
-}
+// This thread's group in a rank's payload. Words behind its codes are not read.
+struct Group {
+  uint32_t top;
+  int depth, width;
+  uint32_t words[8];
 
-// Add all payloads to the entries of a block. If an update is given, they are added only where it is not finite, and no payload
-// spoils the target.
+  // Add scale times its entries to a row.
+  __device__ __forceinline__ void add_to(float* row, float scale) {
+    if (depth == kConstant) {
+      const float value = scale * float_of(words[0]);
+      UNROLLED for (unsigned i = 0; i < kEntries; ++i) row[i] += value;
+    } else if (depth != kEmpty) {
+      turn(words);
+      const EvenLevels levels(top - static_cast<uint32_t>(depth), width);
+      UNROLLED for (unsigned i = 0; i < kEntries; ++i) {
+        const auto code = static_cast<int>(words[i % 8] >> (i / 8 * 8) & 0xff);
+        row[i] += scale * (static_cast<float>(code - levels.top) * levels.step);
+      }
+    }
+  }
+};
+
+// Add all payloads to the entries of a block, in order. If an update is given, they are added only where it is not finite, and
+// no payload spoils the target. kAtOnce payloads are read side by side, since each waits twice for memory: for the depths of
+// its groups, and then for the codes, whose places follow from them.
+template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_constant__ Spans<const uint8_t> payloads,
                                                 const __grid_constant__ Blocks form, float scale, const float* update) {
   __shared__ float rows[kThreads * kRow];
@@ -197,20 +204,35 @@ __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_cons
   fetch(x, count, rows, is_watched ? 1 : 0);
   if (is_watched && threadIdx.x == 0) rows[0] = *static_cast<volatile float*>(target);
   bool sound = true;
-  for (int rank = 0; rank < payloads.count; ++rank) {
-    const uint32_t* const own = reinterpret_cast<const uint32_t*>(payloads.data[rank] + kHeaderBytes) + form.at(blockIdx.x);
-    const uint32_t top = top_of(own[0]);
-    const int depth = threadIdx.x < groups ? reinterpret_cast<const uint8_t*>(own + 1)[threadIdx.x] : kEmpty;
-    const int width = width_of(height_of(own[0]), depth);
-    uint32_t total;
-    const uint32_t before = block_exclusive_sum<kThreads>(static_cast<uint32_t>(width), total);
-    const bool fits = depth >= kConstant || depth + kLeastScale <= top;
-    const bool own_sound = __syncthreads_or(!fits) == 0 && top < kInfiniteScale && total <= budget;
-    sound = sound && own_sound;
-    if (own_sound && depth != kEmpty) {
-      add_group(rows + threadIdx.x * kRow, own + Blocks::codes_at(groups) + before, top, depth, width, scale);
+  for (int first = 0; first < payloads.count; first += kAtOnce) {
+    Group some[kAtOnce];
+    const uint32_t* codes[kAtOnce];
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+      const bool there = kAtOnce == 1 || first + i < payloads.count;
+      const uint8_t* const payload = payloads.data[there ? first + i : first];
+      const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(blockIdx.x);
+      codes[i] = own + Blocks::codes_at(groups);
+      some[i].top = top_of(own[0]);
+      some[i].depth = there && threadIdx.x < groups ? reinterpret_cast<const uint8_t*>(own + 1)[threadIdx.x] : kEmpty;
+      some[i].width = width_of(height_of(own[0]), some[i].depth);
+      if (blockIdx.x == 0) sound = sound && reinterpret_cast<const int32_t*>(payload)[1] == 0;
     }
-    if (blockIdx.x == 0) sound = sound && reinterpret_cast<const int32_t*>(payloads.data[rank])[1] == 0;
+    // Two widths share a word: their sums stay below 2^16.
+    uint32_t widths = 0, totals;
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) widths |= static_cast<uint32_t>(some[i].width) << 16 * i;
+    const uint32_t befores = block_exclusive_sum<kThreads>(widths, totals);
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+      const bool fits = some[i].depth >= kConstant || some[i].depth + kLeastScale <= some[i].top;
+      const bool own_sound =
+          __syncthreads_or(!fits) == 0 && some[i].top < kInfiniteScale && (totals >> 16 * i & 0xffff) <= budget;
+      sound = sound && own_sound;
+      if (!own_sound) some[i].depth = kEmpty, some[i].width = 0;
+      codes[i] += befores >> 16 * i & 0xffff;
+    }
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+      UNROLLED for (int bit = 0; bit < 8; ++bit) some[i].words[bit] = bit < some[i].width ? codes[i][bit] : 0;
+    }
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) some[i].add_to(rows + threadIdx.x * kRow, scale);
   }
   put_back(x, count, rows, is_watched ? 1 : 0);
   if (threadIdx.x != 0 || update != nullptr) return;
@@ -232,13 +254,14 @@ void take_blocks(Span<float> residual, OptionalSpan<const int32_t> flag, int64_t
 
 void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, Queue queue) {
   const Blocks form{target.size, bits};
-  LAUNCH(add, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale,
+  const auto add_them = payloads.count == 1 ? add<1> : add<2>;
+  LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale,
          static_cast<const float*>(nullptr));
 }
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {
   const Blocks form{residual.size, bits};
-  LAUNCH(add, blocks_for(form.count(), 1), kThreads, 0, queue, residual.data, Spans(own), form, 1.0f, update.data);
+  LAUNCH(add<1>, blocks_for(form.count(), 1), kThreads, 0, queue, residual.data, Spans(own), form, 1.0f, update.data);
 }
 
 }  // namespace gradcomp::cuda

@@ -142,16 +142,28 @@ def test_equal_entries_travel_exactly(device: torch.device, n: int) -> None:
     assert rest.count_nonzero() == 0 and reference.same(read(payload, n, 2), x)
 
 
-def test_several_payloads_are_added_in_order_and_scaled(device: torch.device) -> None:
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_several_payloads_are_added_in_order_and_scaled(ranks: int, device: torch.device) -> None:
     n, bits = 5000, 4
-    sent = [take(octaves(n, seed).to(device), bits)[0] for seed in range(3)]
+    sent = [take(octaves(n, seed).to(device), bits)[0] for seed in range(ranks)]
     together = torch.ones(n, device=device)
     apart = together.clone()
     BlockRounding(bits, n).add(together, sent, 0.3)
     for each in sent:
         BlockRounding(bits, n).add(apart, [each], 0.3)
     assert reference.same(together, apart)
-    torch.testing.assert_close(together, 1 + 0.3 * sum(read(each, n, bits) for each in sent), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(together, 1 + 0.3 * sum(read(each, n, bits) for each in sent), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_malformed_payload_among_others_spoils_the_first_entry_alone(at: int, device: torch.device) -> None:
+    n, bits = 9000, 5
+    sent = [take(octaves(n, seed).to(device), bits)[0] for seed in range(6)]
+    together, sound = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    BlockRounding(bits, n).add(sound, [each for i, each in enumerate(sent) if i != at], 1.0)
+    sent[at]["words"][:: kernels.block_words(4096, bits)] = 0x7F8  # no block of it is sound
+    BlockRounding(bits, n).add(together, sent, 1.0)
+    assert together[0].isnan() and reference.same(together[1:], sound[1:])
 
 
 def test_entries_return_where_the_update_is_not_finite(device: torch.device) -> None:
