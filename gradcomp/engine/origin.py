@@ -85,7 +85,7 @@ class Origin:
             group.setdefault(MARK, False)
 
     def note_moments(self, optimizer: torch.optim.Optimizer, are_loaded: bool, has_some: bool) -> None:
-        """Note that the ranks go on with moments. are_loaded: with those of gradcomp's state. Forget the marks of a saved state.
+        """Note that the ranks go on with moments. are_loaded: with those of gradcomp's state. Forget the marks of a saved one.
 
         has_some: the optimizer has some. Beside a mark they are no saved ones: Horovod's step before a broadcast makes them of
         the weight decay.

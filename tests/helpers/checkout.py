@@ -52,8 +52,11 @@ class Checkout:
             self.has(name, f'exec {found} "$@"')
 
     def has_environment(self) -> None:
-        """Have a .venv with a pip that writes down what it is to install, and then fails."""
-        pip = f'case "$*" in *"pip --disable-pip-version-check install"*) echo "$*" >>{self.root}/asked; exit 7 ;; esac'
+        """Have a .venv with a pip that writes down what it is to install, and then fails. It can update itself but offline."""
+        update = f'case "$*" in *"--upgrade pip"*) [ ! -e {self.root}/offline ] && touch {self.root}/updated; exit ;; esac'
+        pip = (
+            f'{update}\ncase "$*" in *"pip --disable-pip-version-check install"*) echo "$*" >>{self.root}/asked; exit 7 ;; esac'
+        )
         program(self.root / ".venv" / "bin" / "python", f'{pip}\nexec {sys.executable} "$@"')
 
     def setup(self, *arguments: str) -> tuple[int, str]:

@@ -151,6 +151,17 @@ def test_setup_says_what_it_will_take_and_takes_a_cpu_build_where_the_index_has_
     assert "min of compiling on" in said and "MB to fetch" in said and "MB of disk" in said
 
 
+def test_a_pip_that_could_not_be_updated_is_updated_by_the_next_run(ready: Checkout, index: Served) -> None:
+    url, has = index
+    has(f"2.13.0+cpu-{TAG}-none-any")
+    ready.variables |= {"GRADCOMP_TORCH_INDEX": url}
+    (ready.root / "offline").touch()
+    status, said = ready.setup()
+    assert status == 1 and "updating pip failed" in said and not (ready.root / "asked").exists()
+    (ready.root / "offline").unlink()
+    assert ready.setup()[0] == 1 and (ready.root / "updated").exists() and asked(ready).startswith("torch==2.13.0+cpu")
+
+
 def test_without_a_cpu_build_pips_own_torch_is_taken(ready: Checkout, index: Served) -> None:
     """The index has none of this version for this Python, does not answer, or is silent, and is then not waited for."""
     url, has = index
