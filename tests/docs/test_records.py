@@ -79,6 +79,15 @@ def test_what_is_said_of_local_steps() -> None:
     sent = {line["spec"]: line["compression"] for line in local_steps.lines("steps")}
     assert f"for a payload {sent[rarely] / sent[dense]:.0f} times smaller" in page
     assert f"for one {sent[often] / sent[dense]:.0f} times smaller" in page
+    (task,) = json.loads((RESULTS / "study-fine-tuned.json").read_text())["tasks"].values()
+    tuned = {line["spec"]: line for line in task["lines"]}
+    for spec, said in (
+        (dense, "is {1:.1f} % above DDP (before: {0:.1f})"),
+        (rarely, "`sign` with `every=32` {1:.1f} % ({0:.1f})"),
+    ):
+        scores = ("first_scores", "scores")
+        gaps = [local_steps.over(*({**tuned[each], "scores": tuned[each][of]} for each in (spec, "dense"))) for of in scores]
+        assert len(tuned[spec]["seeds"]) == 3 and said.format(*gaps) in page
     rates = {name: local_steps.lines(name) for name in ("outer", "rate-2e3", "rate-4e3", "rate-16e3")}
     assert min(rates, key=lambda name: local_steps.nats(rates[name][0])) == "outer"
     outer = sorted(local_steps.lines("outer")[1:], key=local_steps.nats)
@@ -122,9 +131,17 @@ def costs(study: str, spec: str) -> tuple[float, float, float]:
     return dense["score"], own["worse_than_dense"], own["worse_at_most"]
 
 
+def test_what_is_said_of_a_fine_tuning() -> None:
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
+    (dense, topk, most), (_, blocks, most_blocks), (_, orq, most_orq) = found.values()
+    said = f"perplexities of {dense + topk:.2f} and {dense + blocks:.2f} beside {dense:.2f}"
+    assert f"{said} (at most {most:.2f} and {most_blocks:.2f} more), with `orq` {dense + orq:.2f} ({most_orq:.2f})" in page
+
+
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    said = f"accuracy on CIFAR-10 ends {-own[0]:.2f} points above that of uncompressed training, {score:.2f} %"
+    said = f"accuracy on CIFAR-10 ends {-own[0]:.2f} points above uncompressed training, which ends at {score:.2f} %"
     assert f"{said} (95 % bound: at most {own[1]:.2f} below)" in README
     for study, spec, said in (
         ("shakespeare-rest", "orq", "a transformer's perplexity ends {0:.1f} % worse (at most {1:.1f} %)"),
