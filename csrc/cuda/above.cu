@@ -2,12 +2,12 @@
 //
 //   mark_passing         a bit for each entry that passes, and their number
 //   take_or_list         moves all entries that pass out, if the capacity is enough, and the other kernels return at once;
-//                        otherwise lists their indices, in order, if they are not too many
-//   count_digits         three times: the digits of the key of the last entry within the capacity, from the list
-//   count_taken, take_chosen   a tile's entries above that key, and equal to it; then each goes to its place in the payload
+//                        otherwise lists them in order, if they are not too many; a histogram of their keys' leading 11 bits
+//   count_digits         the next digit of the key of the last entry within the capacity, from the list
+//   count_last_digits, count_taken, take_chosen   as in device_largest.cuh
 //
-// The last five read all entries if those that pass are too many for the list. Seven launches and one memset. Bytes an entry of
-// the bucket: 4.3, and 24 for a taken one, or about 45 for a listed one; 24 without a list.
+// The last five read all entries if those that pass are too many for the list. Six launches and one memset. Bytes an entry of
+// the bucket: 4.3, and 24 for a taken one, or about 60 for a listed one; 24 without a list.
 
 #include "../math.h"
 #include "../ops.h"
@@ -63,31 +63,63 @@ __global__ void __launch_bounds__(kThreads)
   const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
   const auto passes = [least = its.threshold](float x) { return magnitude_key(x) > least; };
   const auto passes_at = [&](float x, uint32_t index) { return its(x, index) != 0; };
-  if (!mark_tile(reader, n, plan, its.low == its.high, passes, passes_at)) return;
-  const uint32_t found = scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
+  const uint32_t marks = marks_of_tile(reader, n, its.low == its.high, passes, passes_at);
+  plan.bits[blockIdx.x * kThreads + threadIdx.x] = marks;
+  uint32_t total;
+  block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(marks)), total);
+  if (threadIdx.x == 0) plan.tile_begin[blockIdx.x] = total;
+  if (!is_last_block(plan.tickets + 1, gridDim.x)) return;
+  const uint32_t found = scan_in_place<kThreads>(plan.tile_begin, gridDim.x);
   if (threadIdx.x != 0) return;
   const bool listed = found <= plan.longest_list;
-  *plan.choice = {0, capacity, found <= capacity ? 0 : listed ? found : n, listed ? 1u : 0u};
+  *plan.choice = {0, capacity, found <= capacity ? 0 : listed ? found : n, listed ? 1u : 0u, 0};
   hand.announce(found);
 }
 
-__global__ void __launch_bounds__(kThreads) take_or_list(MovingHand hand, Plan plan) {
+// Call use(place, index) for each entry of this block's tile that passes; its place is that among all. Returns their number.
+template <class Use>
+__device__ __forceinline__ uint32_t for_each_passing(const Plan& plan, Use use) {
+  const uint32_t marks = plan.bits[blockIdx.x * kThreads + threadIdx.x];
+  uint32_t total;
+  uint32_t place = plan.tile_begin[blockIdx.x] + block_exclusive_sum<kThreads>(__popc(marks), total);
+  for_each_bit(marks, [&](uint32_t bit) { use(place++, blockIdx.x * kTile + threadIdx.x * 32 + bit); });
+  return total;
+}
+
+__global__ void __launch_bounds__(kThreads) take_or_list(ResidualReader reader, MovingHand hand, Passing passing, Plan plan) {
+  alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
+  __shared__ Digit picked;
   if (plan.choice->sources == 0) {
-    for_each_marked(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.residual[index]); });
-  } else if (plan.choice->listed != 0) {
-    for_each_marked(plan, [&](uint32_t place, uint32_t index) { plan.list[place] = index; });
+    for_each_passing(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.residual[index]); });
+    return;
   }
+  const uint32_t blocks = plan.choice->listed != 0 ? gridDim.x : blocks_with_work(plan);
+  if (blockIdx.x >= blocks) return;
+  const Choice choice = *plan.choice;
+  clear_digits<kThreads, kFirstDigits>(counts);
+  if (choice.listed != 0) {
+    const uint32_t found = for_each_passing(plan, [&](uint32_t place, uint32_t index) {
+      const float x = hand.residual[index];
+      plan.list[place] = index;
+      plan.values[place] = x;
+      count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
+    });
+    if (threadIdx.x == 0) plan.tile_count[blockIdx.x] = found;
+  } else {
+    count_all<kFirstDigits>(reader, passing, choice, kFirstShift, blocks, counts);
+  }
+  pick_next<kFirstDigits>(counts, plan.first_counts, plan.tickets + 0, blocks, choice, kFirstShift, plan, &picked);
 }
 
 }  // namespace
 
-int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, nullptr).words; }
+int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, true, nullptr).words; }
 
 void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
                 OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> /* peaks */, Span<const int32_t> ends,
                 Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
                 Span<uint32_t> scratch, Queue queue) {
-  const Plan plan(residual.size, values.size, scratch.data);
+  const Plan plan(residual.size, values.size, true, scratch.data);
   const auto n = static_cast<uint32_t>(residual.size);
   const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
   const unsigned tiles = blocks_for(n, kTile);
@@ -96,13 +128,12 @@ void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan
                            values.data,   indices.data,
                            flag.data,     header.data};
   const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
-  const auto count_first = count_digits<ResidualReader, Passing, kFirstDigits>;
+  const auto count_second = count_digits<ResidualReader, Passing>;
 
   CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
   LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, plan);
-  LAUNCH(take_or_list, tiles, kThreads, 0, queue, hand, plan);
-  LAUNCH(count_first, source_blocks(n), kThreads, 0, queue, reader, passing, kFirstShift, plan.first_counts, plan.tickets + 0,
-         plan);
+  LAUNCH(take_or_list, tiles, kThreads, 0, queue, reader, hand, passing, plan);
+  LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, passing, plan);
   choose_and_take(reader, hand, n, passing, plan, queue);
 }
 

@@ -96,9 +96,12 @@ static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t 
 template <uint32_t kDigits>
 constexpr uint32_t kPlaces = kDigits + kWarp;
 
+// counts is aligned for uint4, here and below.
 template <unsigned kThreads, uint32_t kDigits>
 static __device__ __forceinline__ void clear_digits(uint32_t* counts) {
-  for (uint32_t digit = threadIdx.x; digit < kPlaces<kDigits>; digit += kThreads) counts[digit] = 0;
+  for (uint32_t digit = 4 * threadIdx.x; digit < kDigits; digit += 4 * kThreads) {
+    *reinterpret_cast<uint4*>(counts + digit) = {0, 0, 0, 0};
+  }
   __syncthreads();
 }
 
@@ -110,8 +113,13 @@ static __device__ __forceinline__ void count_digit(uint32_t* counts, uint32_t di
 template <unsigned kThreads, uint32_t kDigits>
 static __device__ __forceinline__ void add_up_digits(const uint32_t* counts, uint32_t* all) {
   __syncthreads();
-  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) {
-    if (counts[digit] != 0) atomicAdd(all + digit, counts[digit]);
+  for (uint32_t digit = 4 * threadIdx.x; digit < kDigits; digit += 4 * kThreads) {
+    const uint4 four = *reinterpret_cast<const uint4*>(counts + digit);
+    if ((four.x | four.y | four.z | four.w) == 0) continue;
+    const uint32_t each[4] = {four.x, four.y, four.z, four.w};
+    for (int i = 0; i < 4; ++i) {
+      if (each[i] != 0) atomicAdd(all + digit + i, each[i]);
+    }
   }
 }
 

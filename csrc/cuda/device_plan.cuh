@@ -1,4 +1,4 @@
-// The scratch of a selection, and lists in index order, which two launches make from a bit for each entry.
+// The scratch of a selection, and the lists of its candidates. A tile's candidates lie together in a list, in index order.
 #pragma once
 
 #include "block.cuh"
@@ -12,12 +12,17 @@ constexpr unsigned kThreads = 256;
 constexpr uint32_t kTile = 32 * kThreads;
 // Entries of a block that reads sources.
 constexpr uint32_t kSmallTile = 4 * kThreads;
+// Tiles of a list that a block reads at once, a warp each.
+constexpr uint32_t kTilesAtOnce = kThreads / kWarp;
 // Blocks of a launch, at most. Every block's histogram must be added up, so a block of a large bucket takes several tiles
-// instead. In the emulator so do blocks of buckets that tests can afford.
+// instead. Launches that mostly read a list have fewer. Undecided candidates, at most, that one block decides on. In the
+// emulator buckets that tests can afford reach all three.
 #ifdef GRADCOMP_SIMT
-constexpr unsigned kMostBlocks = 3;
+constexpr unsigned kMostBlocks = 3, kMostSourceBlocks = 3;
+constexpr uint32_t kMostUndecided = 48;
 #else
-constexpr unsigned kMostBlocks = 2048;
+constexpr unsigned kMostBlocks = 2048, kMostSourceBlocks = 1024;
+constexpr uint32_t kMostUndecided = 16384;
 #endif
 
 constexpr int kFirstBits = 11, kNextBits = 10;
@@ -30,25 +35,31 @@ struct Choice {
   uint32_t wanted;   // entries with these leading bits that are taken
   uint32_t sources;  // entries to choose from: the listed ones, or all; 0 if there is no choice to make
   uint32_t listed;   // 1 if the sources are listed
+  uint32_t counted;  // 1 if each tile's chosen entries are counted
 };
 
 // The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
-  uint32_t* tickets = nullptr;  // of five kernels: first digits, bits, next digits twice, taken
+  uint32_t* tickets = nullptr;   // of five kernels: first digits, bits or list, next digits twice, taken
+  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones
   uint32_t* first_counts = nullptr;
   uint32_t* next_counts = nullptr;  // of two passes
-  uint32_t* bits = nullptr;         // of every entry: 1 for a candidate
-  uint32_t* tile_listed = nullptr;  // candidates of each tile, then of all tiles before it
-  uint32_t* tile_above = nullptr;   // likewise entries above the k-th key, in small tiles
-  uint32_t* tile_equal = nullptr;   // likewise entries equal to the k-th key
-  uint32_t* list = nullptr;
-  uint32_t longest_list = 0;
+  uint32_t* bits = nullptr;         // of every entry: 1 for one that passes
+  uint32_t* tile_begin = nullptr;   // of each tile: the place of its first candidate in the list
+  uint32_t* tile_count = nullptr;   // and the number of its candidates
+  uint32_t* tile_above = nullptr;   // its candidates above the k-th key, then those of all tiles before it; without a list, of
+  uint32_t* tile_equal = nullptr;   // small tiles, and likewise entries equal to the k-th key
+  uint32_t* undecided = nullptr;    // candidates of the k-th key's leading bits: the tile, then the last digit
+  uint32_t* list = nullptr;         // the candidates' indices
+  float* values = nullptr;          // the candidates
+  uint32_t tiles = 0, longest_list = 0;
   int64_t zeroed = 0, words = 0;
 
-  // A list of more than a quarter of the entries would cost more than it saves.
-  Plan(int64_t n, int64_t k, uint32_t* scratch) {
-    const int64_t tiles = blocks_for(n, kTile), small_tiles = blocks_for(n, kSmallTile);
+  // A list of more than a quarter of the entries would cost more than it saves. has_bits: whether a first pass leaves bits.
+  Plan(int64_t n, int64_t k, bool has_bits, uint32_t* scratch) {
+    const int64_t small_tiles = blocks_for(n, kSmallTile);
+    tiles = blocks_for(n, kTile);
     const int64_t wish = k < 1024 ? 4096 : k < n ? 4 * k : n;
     longest_list = static_cast<uint32_t>(wish < n / 4 ? wish : n / 4);
     const auto part = [&](int64_t size) {
@@ -58,14 +69,18 @@ struct Plan {
     };
     choice = reinterpret_cast<Choice*>(part(sizeof(Choice) / sizeof(uint32_t)));
     tickets = part(5);
+    counters = part(2);
     first_counts = part(kFirstDigits);
     next_counts = part(2 * kNextDigits);
     zeroed = words;
-    bits = part(tiles * kThreads);
-    tile_listed = part(tiles);
+    bits = part(has_bits ? int64_t{tiles} * kThreads : 0);
+    tile_begin = part(tiles);
+    tile_count = part(tiles);
     tile_above = part(small_tiles);
     tile_equal = part(small_tiles);
+    undecided = part(longest_list < kMostUndecided ? longest_list : kMostUndecided);
     list = part(longest_list);
+    values = reinterpret_cast<float*>(part(longest_list));
   }
 };
 
@@ -103,14 +118,14 @@ static __device__ __forceinline__ uint32_t four_apart(uint32_t byte) {
   return (byte | byte << 3) & 0x11111111u;
 }
 
-// Mark the entries of this block's tile for which passes_at(x, index) holds, and count them. If all entries of the tile are
-// judged `alike`, passes(x) tells the same. Returns true in the last block.
+// Return the bits of 32 entries in a row of this block's tile, those of this thread: 1 for each for which passes_at(x, index)
+// holds. If all entries of the tile are judged `alike`, passes(x) tells the same.
 //
 // A warp votes on the first, second, third and last of its fours. The votes meet in shared memory, where a thread gathers its
-// word: 32 entries in a row, a byte from each of four votes.
+// word: a byte from each of four votes.
 template <class Reader, class Passes, class PassesAt>
-static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t n, const Plan& plan, bool alike, Passes passes,
-                                                 PassesAt passes_at) {
+static __device__ __forceinline__ uint32_t marks_of_tile(const Reader& reader, uint32_t n, bool alike, Passes passes,
+                                                         PassesAt passes_at) {
   __shared__ uint4 votes[kThreads / 4];
   const int64_t tile = int64_t{blockIdx.x} * kTile;
   const auto vote = [&](int number, bool first, bool second, bool third, bool last) {
@@ -134,22 +149,75 @@ static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t 
   __syncthreads();
   const uint4 four = votes[threadIdx.x / 4];
   const auto gathered = [](uint32_t votes_of) { return four_apart(votes_of >> (threadIdx.x % 4 * 8) & 0xffu); };
-  const uint32_t word = gathered(four.x) | gathered(four.y) << 1 | gathered(four.z) << 2 | gathered(four.w) << 3;
-  plan.bits[blockIdx.x * kThreads + threadIdx.x] = word;
-  uint32_t total;
-  block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(word)), total);
-  if (threadIdx.x == 0) plan.tile_listed[blockIdx.x] = total;
-  return is_last_block(plan.tickets + 1, gridDim.x);
+  return gathered(four.x) | gathered(four.y) << 1 | gathered(four.z) << 2 | gathered(four.w) << 3;
 }
 
-// Call put(place, index) for each marked entry of this block's tile; its place follows from the tiles' sums.
+// Call put(place) for each bit of a word that is set.
 template <class Put>
-static __device__ __forceinline__ void for_each_marked(const Plan& plan, Put put) {
-  const uint32_t word_index = blockIdx.x * kThreads + threadIdx.x;
-  uint32_t word = plan.bits[word_index];
+static __device__ __forceinline__ void for_each_bit(uint32_t word, Put put) {
+  for (; word != 0; word &= word - 1) put(static_cast<uint32_t>(__ffs(static_cast<int>(word)) - 1));
+}
+
+// Put the candidates of this block's tile, which `marks` has the bits of, in the list, behind those of the tiles that came
+// first. Call note(x) for each of them, by one thread. Threads share them evenly, and read the first ones while the place in
+// the list is on its way.
+template <class Reader, class Note>
+static __device__ __forceinline__ void list_tile(const Reader& reader, uint32_t marks, const Plan& plan, Note note) {
+  __shared__ uint16_t offsets[kTile];
+  __shared__ uint32_t begin;
   uint32_t total;
-  uint32_t place = plan.tile_listed[blockIdx.x] + block_exclusive_sum<kThreads>(__popc(word), total);
-  for (; word != 0; word &= word - 1) put(place++, word_index * 32 + __ffs(static_cast<int>(word)) - 1);
+  uint32_t place = block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(marks)), total);
+  const uint32_t before = threadIdx.x == 0 ? atomicAdd(plan.counters + 0, total) : 0;
+  for_each_bit(marks, [&](uint32_t bit) { offsets[place++] = static_cast<uint16_t>(threadIdx.x * 32 + bit); });
+  __syncthreads();
+  for (uint32_t first = 0; first < total; first += kThreads) {
+    const uint32_t i = first + threadIdx.x;
+    const uint32_t index = blockIdx.x * kTile + (i < total ? offsets[i] : 0);
+    const float x = i < total ? reader.at(index) : 0.0f;
+    if (first == 0) {
+      if (threadIdx.x == 0) begin = before;
+      __syncthreads();
+    }
+    if (i >= total) continue;
+    plan.list[begin + i] = index;
+    plan.values[begin + i] = x;
+    note(x);
+  }
+  if (threadIdx.x == 0) {
+    plan.tile_begin[blockIdx.x] = before;
+    plan.tile_count[blockIdx.x] = total;
+  }
+}
+
+// A candidate in the list, or none.
+struct Candidate {
+  uint32_t index;
+  float x;
+  bool there;
+};
+
+// Call use(tile) for the tiles of this warp, one of those of `blocks` blocks.
+template <class Use>
+static __device__ __forceinline__ void for_each_tile_of_warp(const Plan& plan, uint32_t blocks, Use use) {
+  const uint32_t first = blockIdx.x * kTilesAtOnce + threadIdx.x / kWarp;
+  for (uint32_t tile = first; tile < plan.tiles; tile += blocks * kTilesAtOnce) use(tile);
+}
+
+// Call use(candidate) for a tile's candidates, of which each lane of a warp has one. All lanes must call this.
+template <class Use>
+static __device__ __forceinline__ void for_each_candidate(const Plan& plan, uint32_t tile, Use use) {
+  constexpr uint32_t kShare = 4;
+  const uint32_t begin = plan.tile_begin[tile], count = plan.tile_count[tile];
+  for (uint32_t first = 0; first < count; first += kShare * kWarp) {
+    Candidate share[kShare];
+    UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
+      const uint32_t place = first + i * kWarp + threadIdx.x % kWarp;
+      share[i] = place < count ? Candidate{plan.list[begin + place], plan.values[begin + place], true} : Candidate{0, 0, false};
+    }
+    UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
+      if (first + i * kWarp < count) use(share[i]);
+    }
+  }
 }
 
 }  // namespace gradcomp::cuda

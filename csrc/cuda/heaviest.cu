@@ -1,8 +1,8 @@
 // The heaviest entries of a count sketch, on a GPU: top-k over estimates that are computed wherever they are read.
 //
 // The launches are those of device_largest.cuh. Bytes of one pass: 4 an entry and row of the table, 16 at a time; a table that
-// fits into the second cache comes from memory once. There are two passes with a list of candidates, five without. Bytes beside
-// that: 0.3 an entry, and 64 a row and candidate, which is read four times, each time with its three neighbours.
+// fits into the second cache comes from memory once. There are two passes with a list of candidates, five without. A candidate
+// is estimated once more for the list: 32 bytes a row.
 
 #include "../math_sketch.h"
 #include "../ops.h"
@@ -52,6 +52,8 @@ struct TileReader {
 
 template <int kRows>
 struct EstimateReader {
+  static constexpr int kBlocks = kRows > 7 ? 3 : kRows > 5 ? 4 : 5;
+
   SketchHash hash;
   const float* table;
   SketchPart part;
@@ -115,7 +117,7 @@ struct NotingHand {
 
 }  // namespace
 
-int64_t heaviest_scratch(int64_t n, int64_t k) { return Plan(n, k, nullptr).words; }
+int64_t heaviest_scratch(int64_t n, int64_t k) { return Plan(n, k, false, nullptr).words; }
 
 void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
               Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {

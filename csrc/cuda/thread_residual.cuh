@@ -9,7 +9,7 @@
 namespace gradcomp::cuda {
 
 struct ResidualReader {
-  static constexpr int kShare = 8;
+  static constexpr int kShare = 8, kBlocks = 6;
 
   const float* residual;
 

@@ -1,5 +1,5 @@
-// Exact top-k on a GPU: the launches of device_largest.cuh, over a residual. Bytes an entry: 8.3, and about 32 a candidate; 20
-// if the candidates are too many for a list.
+// Exact top-k on a GPU: the launches of device_largest.cuh, over a residual. Bytes an entry: 8, and about 20 a candidate, which
+// the second cache holds; 20 if the candidates are too many for a list.
 
 #include "../ops.h"
 #include "device_largest.cuh"
@@ -7,7 +7,7 @@
 
 namespace gradcomp::cuda {
 
-int64_t take_topk_scratch(int64_t n, int64_t k) { return Plan(n, k, nullptr).words; }
+int64_t take_topk_scratch(int64_t n, int64_t k) { return Plan(n, k, false, nullptr).words; }
 
 void take_topk(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
                OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> /* peaks */, int64_t k, Span<float> values,

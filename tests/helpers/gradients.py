@@ -41,5 +41,18 @@ def draw(kind: str, n: int, seed: int, ranks: int = 1) -> Tensor:
     raise ValueError(kind)
 
 
+# A bucket of more tiles than a launch in the emulator has warps; large entries, which one block decides on, or all; and whether
+# they are equal, or differ in their last bits.
+CLOSE = [(250_000, count, steps) for count in (40, 400, 40_000) for steps in (1, 1024)]
+
+
+def close(n: int, count: int, steps: int) -> Tensor:
+    """n small entries, and among them `count` that are 1 or up to steps - 1 units of the last place larger."""
+    generator = torch.Generator().manual_seed(count)
+    small, sign = 1e-3 * torch.randn(n, generator=generator), torch.randn(count, generator=generator).sign()
+    large = sign * (1 + torch.randint(steps, (count,), generator=generator) * 2.0**-23)
+    return small.index_copy(0, torch.randperm(n, generator=generator)[:count], large)
+
+
 kinds = st.sampled_from(KINDS)
 seeds = st.integers(0, 2**31 - 1)

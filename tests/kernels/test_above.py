@@ -187,6 +187,11 @@ def test_above_is_exact(device: torch.device, kind: str, n: int, capacity: int) 
         check_above(residual.clone(), [n], [lam * sigma if lam else 0.0], capacity)
 
 
+@pytest.mark.parametrize("n, count, steps", gradients.CLOSE)
+def test_above_of_close_entries(device: torch.device, n: int, count: int, steps: int) -> None:
+    check_above(gradients.close(n, count, steps).to(device), [n], [0.5], count // 2)
+
+
 @given(
     kind=gradients.kinds,
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0),

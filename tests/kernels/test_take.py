@@ -46,6 +46,11 @@ def test_topk_in_clusters(device: torch.device) -> None:
     check_topk(residual, 1000)
 
 
+@pytest.mark.parametrize("n, count, steps", gradients.CLOSE)
+def test_topk_of_close_entries(device: torch.device, n: int, count: int, steps: int) -> None:
+    check_topk(gradients.close(n, count, steps).to(device), count // 2)
+
+
 def test_topk_of_few_among_zeros(device: torch.device) -> None:
     """Fewer than k entries are not 0: zeros of the lowest indices fill the payload."""
     residual = torch.zeros(50_000, device=device)

@@ -41,8 +41,8 @@ KERNEL_FAULTS = (
     Fault(
         "tie broken the other way on a GPU: equals beyond the quota are taken",
         "csrc/cuda",
-        "its != 0 && equal < quota",
-        "its != 0 && equal <= quota",
+        "is_equal && equal < quota",
+        "is_equal && equal <= quota",
         ("test_take.py",),
     ),
     Fault(

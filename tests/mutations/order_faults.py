@@ -17,6 +17,7 @@ TESTS = {
     "block_moments.cuh": ("test_above.py", "test_feedback.py"),
     "block_records.cuh": ("test_above.py", "test_feedback.py"),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
+    "device_select.cuh": ("test_take.py", "test_above.py"),
     "feedback.cu": ("test_feedback.py",),
     "heaviest.cu": ("test_sketch.py",),
     "levels.cu": ("test_levels.py",),
