@@ -1,7 +1,9 @@
 // The k entries of largest magnitude, on a GPU: the launches that take_topk and heaviest share.
 //
-//   count_first_digits   a histogram of all keys' leading 11 bits; the digits of the k-th key and how many entries reach them
-//   list_candidates      those entries and their indices, a tile's in order; a histogram of their next digit
+//   count_first_digits   a histogram of all keys' leading 11 bits; the digits of the k-th key and how many entries reach them;
+//                        the largest key of each line
+//   list_candidates      those entries and their indices, a tile's in order, from lines that have some; a histogram of their
+//                        next digit
 //   count_last_digits    the last digit, from the candidates only; each tile's number of chosen ones
 //   count_taken          these numbers, if too many candidates are equal in all but the last digit
 //   take_chosen          each chosen entry goes to its place in the hand
@@ -27,8 +29,15 @@ static __global__ void __launch_bounds__(kThreads)
   __shared__ Digit picked;
   clear_digits<kThreads, kFirstDigits>(counts);
   for (int64_t tile = int64_t{blockIdx.x} * kTile; tile < n; tile += int64_t{gridDim.x} * kTile) {
-    const auto count = [&](const Four& four, int) {
-      for (const float x : four.x) count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
+    uint32_t* const peaks = plan.peaks + (tile + 4 * threadIdx.x) / kLine;
+    const auto count = [&](const Four& four, int number) {
+      uint32_t keys[4];
+      for (int i = 0; i < 4; ++i) {
+        keys[i] = magnitude_key(four.x[i]);
+        count_digit<kFirstDigits>(counts, keys[i] >> kFirstShift);
+      }
+      const uint32_t peak = peak_of_line(keys);
+      if (threadIdx.x % kLineLanes == 0) peaks[number * (kThreads / kLineLanes)] = peak;
     };
     const auto& its = reader.over(tile);
     if (is_whole(its, tile, n)) {
@@ -61,8 +70,8 @@ static __global__ void __launch_bounds__(kThreads, kBlocksOf<Reader>)
   const Choice choice = *plan.choice;
   clear_digits<kThreads, kNextDigits>(counts);
   if (choice.listed != 0) {
-    const auto reaches = [&](float x, uint32_t = 0) { return magnitude_key(x) >= choice.digits; };
-    list_tile(reader, marks_of_tile(reader, n, true, reaches, reaches), plan,
+    const uint32_t marks = marks_by_peaks(reader, n, plan, [&](uint32_t key) { return key >= choice.digits; });
+    list_tile(reader, marks, plan,
               [&](float x) { count_next<kNextDigits>(counts, magnitude_key(x), choice.digits, kNextBits); });
   } else {
     count_all<kNextDigits>(reader, Magnitude{}, choice, kNextBits, blocks, counts);

@@ -10,6 +10,8 @@ namespace gradcomp::cuda {
 constexpr unsigned kThreads = 256;
 // Entries of a block that reads the whole bucket: a word of bits for each thread.
 constexpr uint32_t kTile = 32 * kThreads;
+// Lines of a tile. Half a warp reads one, four entries each lane.
+constexpr uint32_t kLines = kTile / kLine, kLineLanes = kLine / 4;
 // Entries of a block that reads sources.
 constexpr uint32_t kSmallTile = 4 * kThreads;
 // Tiles of a list that a block reads at once, a warp each.
@@ -46,6 +48,7 @@ struct Plan {
   uint32_t* first_counts = nullptr;
   uint32_t* next_counts = nullptr;  // of two passes
   uint32_t* bits = nullptr;         // of every entry: 1 for one that passes
+  uint32_t* peaks = nullptr;        // of every line of kLine entries: its largest key
   uint32_t* tile_begin = nullptr;   // of each tile: the place of its first candidate in the list
   uint32_t* tile_count = nullptr;   // and the number of its candidates
   uint32_t* tile_above = nullptr;   // its candidates above the k-th key, then those of all tiles before it; without a list, of
@@ -56,7 +59,8 @@ struct Plan {
   uint32_t tiles = 0, longest_list = 0;
   int64_t zeroed = 0, words = 0;
 
-  // A list of more than a quarter of the entries would cost more than it saves. has_bits: whether a first pass leaves bits.
+  // A list of more than a quarter of the entries would cost more than it saves. has_bits: whether a first pass leaves bits, or
+  // peaks.
   Plan(int64_t n, int64_t k, bool has_bits, uint32_t* scratch) {
     const int64_t small_tiles = blocks_for(n, kSmallTile);
     tiles = blocks_for(n, kTile);
@@ -74,6 +78,7 @@ struct Plan {
     next_counts = part(2 * kNextDigits);
     zeroed = words;
     bits = part(has_bits ? int64_t{tiles} * kThreads : 0);
+    peaks = part(has_bits ? 0 : int64_t{tiles} * kLines);
     tile_begin = part(tiles);
     tile_count = part(tiles);
     tile_above = part(small_tiles);
@@ -150,6 +155,48 @@ static __device__ __forceinline__ uint32_t marks_of_tile(const Reader& reader, u
   const uint4 four = votes[threadIdx.x / 4];
   const auto gathered = [](uint32_t votes_of) { return four_apart(votes_of >> (threadIdx.x % 4 * 8) & 0xffu); };
   return gathered(four.x) | gathered(four.y) << 1 | gathered(four.z) << 2 | gathered(four.w) << 3;
+}
+
+// Return the peak of a line, of which each lane of half a warp has four keys.
+static __device__ __forceinline__ uint32_t peak_of_line(const uint32_t (&keys)[4]) {
+  uint32_t peak = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
+  for (int lanes = kLineLanes / 2; lanes > 0; lanes /= 2) peak = max(peak, __shfl_xor_sync(kWholeWarp, peak, lanes));
+  return peak;
+}
+
+// The same bits as above, of the entries that reaches() holds for. It holds for a peak if it does for any entry of the line,
+// and not for 0. Only lines with such peaks are read.
+template <class Reader, class Reaches>
+static __device__ __forceinline__ uint32_t marks_by_peaks(const Reader& reader, uint32_t n, const Plan& plan, Reaches reaches) {
+  __shared__ uint32_t words[kThreads];
+  __shared__ uint8_t lines[kLines];
+  const int64_t tile = int64_t{blockIdx.x} * kTile;
+  words[threadIdx.x] = 0;
+  const bool mine = threadIdx.x < kLines && reaches(plan.peaks[blockIdx.x * kLines + threadIdx.x]);
+  uint32_t total;
+  const uint32_t place = block_exclusive_sum<kThreads>(mine, total);
+  if (mine) lines[place] = static_cast<uint8_t>(threadIdx.x);
+  __syncthreads();
+  const auto& its = reader.over(tile);
+  const bool whole = is_whole(its, tile, n);
+  constexpr uint32_t kAtOnce = kWarp / kLineLanes;  // lines of a warp
+  const uint32_t lane = threadIdx.x % kWarp;
+  for (uint32_t first = threadIdx.x / kWarp * kAtOnce; first < total; first += kThreads / kLineLanes) {
+    const uint32_t own = first + lane / kLineLanes;
+    const bool there = own < total;
+    const int64_t entry = tile + lines[there ? own : first] * kLine + lane % kLineLanes * 4;
+    const Four four = whole ? its.read_whole(entry) : its.read(entry, n - entry);
+    uint32_t votes[4];
+    UNROLLED for (int i = 0; i < 4; ++i) votes[i] = __ballot_sync(kWholeWarp, there && reaches(magnitude_key(four.x[i])));
+    // A lane gathers the word of eight lanes.
+    const uint32_t line = first + lane / 2;
+    if (lane >= 2 * kAtOnce || line >= total) continue;
+    uint32_t word = 0;
+    for (int i = 0; i < 4; ++i) word |= four_apart(votes[i] >> (lane * 8) & 0xffu) << i;
+    words[lines[line] * 2 + lane % 2] = word;
+  }
+  __syncthreads();
+  return words[threadIdx.x];
 }
 
 // Call put(place) for each bit of a word that is set.

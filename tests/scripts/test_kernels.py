@@ -113,7 +113,7 @@ def test_predictions_are_near_the_record() -> None:
     assert set(kernel_prediction.COSTS) == names - {cases.TORCH_TOPK, cases.TORCH_STEP}
     predicted = kernel_prediction.milliseconds(RECORD["settings"]["size"], RECORD["machine"]["gpu"])
     for line in RECORD["lines"]:
-        if line["name"] in predicted and (measured := line["ms"]["median"]) >= 0.05:
+        if line["name"] in predicted.keys() - kernel_prediction.REWRITTEN and (measured := line["ms"]["median"]) >= 0.05:
             assert predicted[line["name"]] == pytest.approx(measured, rel=0.15), line["name"]
 
 
