@@ -41,7 +41,6 @@
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
 #define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
-#define CPU_ONLY(array) EXPECT(kOnCpu || !array.given(), #array " is for CPUs only: pass None")
 
 namespace gradcomp {
 
@@ -187,11 +186,9 @@ inline void pass(std::initializer_list<bool>) {}
 #define SCRATCH(name, sizes)
 
 namespace cpu::checks {
-constexpr bool kOnCpu = true;
 #include "ops.inc"
 }  // namespace cpu::checks
 namespace cuda::checks {
-constexpr bool kOnCpu = false;
 #include "ops.inc"
 }  // namespace cuda::checks
 

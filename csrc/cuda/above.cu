@@ -7,7 +7,8 @@
 //   count_last_digits, count_taken, take_chosen   as in device_largest.cuh
 //
 // The last five read all entries if those that pass are too many for the list. Six launches and one memset. Bytes an entry of
-// the bucket: 4.3, and 24 for a taken one, or about 60 for a listed one; 24 without a list.
+// the bucket: 4.3, or 0.5 where peaks leave a tenth of the lines; 24 for a taken one, or about 60 for a listed one; 24 without
+// a list.
 
 #include "../math.h"
 #include "../ops.h"
@@ -57,13 +58,16 @@ struct Passing {
   }
 };
 
-__global__ void __launch_bounds__(kThreads)
-    mark_passing(ResidualReader reader, MovingHand hand, uint32_t n, Passing passing, uint32_t capacity, Plan plan) {
+__global__ void __launch_bounds__(kThreads) mark_passing(ResidualReader reader, MovingHand hand, uint32_t n, Passing passing,
+                                                         uint32_t capacity, const uint32_t* peaks, Plan plan) {
   const uint32_t tile = blockIdx.x * kTile;
   const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
-  const auto passes = [least = its.threshold](float x) { return magnitude_key(x) > least; };
+  const auto exceeds = [least = its.threshold](uint32_t key) { return key > least; };
+  const auto passes = [&](float x) { return exceeds(magnitude_key(x)); };
   const auto passes_at = [&](float x, uint32_t index) { return its(x, index) != 0; };
-  const uint32_t marks = marks_of_tile(reader, n, its.low == its.high, passes, passes_at);
+  const bool alike = its.low == its.high;
+  const uint32_t marks = alike && peaks != nullptr ? marks_by_peaks(reader, n, peaks, exceeds)
+                                                   : marks_of_tile(reader, n, alike, passes, passes_at);
   plan.bits[blockIdx.x * kThreads + threadIdx.x] = marks;
   uint32_t total;
   block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(marks)), total);
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) take_or_list(ResidualReader reader, 
 int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, true, nullptr).words; }
 
 void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
-                OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> /* peaks */, Span<const int32_t> ends,
+                OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends,
                 Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
                 Span<uint32_t> scratch, Queue queue) {
   const Plan plan(residual.size, values.size, true, scratch.data);
@@ -131,7 +135,7 @@ void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan
   const auto count_second = count_digits<ResidualReader, Passing>;
 
   CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
-  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, plan);
+  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, peaks.data, plan);
   LAUNCH(take_or_list, tiles, kThreads, 0, queue, reader, hand, passing, plan);
   LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, passing, plan);
   choose_and_take(reader, hand, n, passing, plan, queue);

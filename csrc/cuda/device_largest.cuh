@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(kThreads, kBlocksOf<Reader>)
   const Choice choice = *plan.choice;
   clear_digits<kThreads, kNextDigits>(counts);
   if (choice.listed != 0) {
-    const uint32_t marks = marks_by_peaks(reader, n, plan, [&](uint32_t key) { return key >= choice.digits; });
+    const uint32_t marks = marks_by_peaks(reader, n, plan.peaks, [&](uint32_t key) { return key >= choice.digits; });
     list_tile(reader, marks, plan,
               [&](float x) { count_next<kNextDigits>(counts, magnitude_key(x), choice.digits, kNextBits); });
   } else {

@@ -10,8 +10,8 @@ namespace gradcomp::cuda {
 constexpr unsigned kThreads = 256;
 // Entries of a block that reads the whole bucket: a word of bits for each thread.
 constexpr uint32_t kTile = 32 * kThreads;
-// Lines of a tile. Half a warp reads one, four entries each lane.
-constexpr uint32_t kLines = kTile / kLine, kLineLanes = kLine / 4;
+// Lines of a tile.
+constexpr uint32_t kLines = kTile / kLine;
 // Entries of a block that reads sources.
 constexpr uint32_t kSmallTile = 4 * kThreads;
 // Tiles of a list that a block reads at once, a warp each.
@@ -157,22 +157,16 @@ static __device__ __forceinline__ uint32_t marks_of_tile(const Reader& reader, u
   return gathered(four.x) | gathered(four.y) << 1 | gathered(four.z) << 2 | gathered(four.w) << 3;
 }
 
-// Return the peak of a line, of which each lane of half a warp has four keys.
-static __device__ __forceinline__ uint32_t peak_of_line(const uint32_t (&keys)[4]) {
-  uint32_t peak = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
-  for (int lanes = kLineLanes / 2; lanes > 0; lanes /= 2) peak = max(peak, __shfl_xor_sync(kWholeWarp, peak, lanes));
-  return peak;
-}
-
 // The same bits as above, of the entries that reaches() holds for. It holds for a peak if it does for any entry of the line,
 // and not for 0. Only lines with such peaks are read.
 template <class Reader, class Reaches>
-static __device__ __forceinline__ uint32_t marks_by_peaks(const Reader& reader, uint32_t n, const Plan& plan, Reaches reaches) {
+static __device__ __forceinline__ uint32_t marks_by_peaks(const Reader& reader, uint32_t n, const uint32_t* peaks,
+                                                          Reaches reaches) {
   __shared__ uint32_t words[kThreads];
   __shared__ uint8_t lines[kLines];
   const int64_t tile = int64_t{blockIdx.x} * kTile;
   words[threadIdx.x] = 0;
-  const bool mine = threadIdx.x < kLines && reaches(plan.peaks[blockIdx.x * kLines + threadIdx.x]);
+  const bool mine = threadIdx.x < kLines && tile + threadIdx.x * kLine < n && reaches(peaks[tile / kLine + threadIdx.x]);
   uint32_t total;
   const uint32_t place = block_exclusive_sum<kThreads>(mine, total);
   if (mine) lines[place] = static_cast<uint8_t>(threadIdx.x);

@@ -1,8 +1,8 @@
 // Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 28 with second, 1 more with sent_in). One launch
-// each, for the whole bucket; accumulate resets its flag by a memset. Moments leave a record of 24 bytes in scratch for each
-// part, which one more launch joins.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 28 with second, 1 more with sent_in, 0.06 with
+// peaks). One launch each, for the whole bucket; accumulate resets its flag by a memset. Moments leave a record of 24 bytes in
+// scratch for each part, which one more launch joins.
 
 #include "../math_feedback.h"
 #include "../ops.h"
@@ -38,6 +38,7 @@ struct Feedback {
   float* velocity;
   float* second;
   uint8_t* sent_in;
+  uint32_t* peaks;
   Rule rule;
   uint8_t step;
   bool whole;
@@ -98,6 +99,54 @@ struct Run {
   }
 };
 
+// The peaks of a block's lines, if they are wanted, each plus 1; 0 where it is not known. of: in shared memory.
+template <int64_t kEntries>
+struct BlockPeaks {
+  static constexpr uint32_t kLines = kEntries / kLine;
+  uint32_t* of;
+  bool wanted;
+
+  static __device__ __forceinline__ uint32_t peak_of(const Four& four) {
+    return peak_of_line(
+        {magnitude_key(four.x[0]), magnitude_key(four.x[1]), magnitude_key(four.x[2]), magnitude_key(four.x[3])});
+  }
+
+  __device__ __forceinline__ void clear() const {
+    for (uint32_t line = threadIdx.x; line < kLines; line += kThreads) of[line] = 0;
+    __syncthreads();
+  }
+
+  // Note those of rows of a whole tile.
+  template <int kFours>
+  __device__ __forceinline__ void note(int64_t entry, const Four (&rows)[kFours]) const {
+    if (!wanted) return;
+    uint32_t* const lines = of + static_cast<uint32_t>(entry) % kEntries / kLine;
+    UNROLLED for (int row = 0; row < kFours; ++row) {
+      const uint32_t peak = peak_of(rows[row]);
+      if (threadIdx.x % kLineLanes == 0) lines[row * (kRow / kLine)] = peak + 1;
+    }
+  }
+
+  // Write all of them, after a barrier. Lines that are not in whole tiles are read again.
+  __device__ __forceinline__ void store(const Feedback& to, int64_t n) const {
+    if (!wanted) return;
+    const int64_t begin = blockIdx.x * kEntries;
+    bool missing = false;
+    for (uint32_t line = threadIdx.x; line < kLines; line += kThreads) {
+      const bool known = of[line] != 0;
+      if (known) to.peaks[begin / kLine + line] = of[line] - 1;
+      missing |= !known && begin + line * kLine < n;
+    }
+    if (!__syncthreads_or(missing)) return;
+    for (uint32_t line = threadIdx.x / kLineLanes; line < kLines; line += kThreads / kLineLanes) {
+      const int64_t entry = begin + line * kLine + threadIdx.x % kLineLanes * 4;
+      const bool mine = of[line] == 0 && entry < n;
+      const uint32_t peak = peak_of(mine ? load_four(to.residual + entry, n - entry) : Four{});
+      if (mine && threadIdx.x % kLineLanes == 0) to.peaks[entry / kLine] = peak;
+    }
+  }
+};
+
 // Add a whole tile, whose runs of some rows are read before the first of them is used. Then call use(gradients, residuals) with
 // them. Returns true if an entry was refused.
 template <Keeps kKeeps, class Use>
@@ -115,18 +164,22 @@ __device__ __forceinline__ bool add_whole(const Pieces& grads, const Feedback& t
     const float scale = scale_of(to, piece);  // no load above waits for this one
     UNROLLED for (int i = 0; i < kRuns; ++i) refused |= runs[i].add(to, scale, entry + i * kRow, 4, gradients[i]);
     UNROLLED for (int i = 0; i < kRuns; ++i) residuals[i] = runs[i].residual;
-    use(gradients, residuals);
+    use(entry, gradients, residuals);
   }
   return refused;
 }
 
 template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, Feedback to, int32_t* flag) {
+  __shared__ uint32_t of_lines[kTile / kLine];
+  const BlockPeaks<kTile> peaks = {of_lines, to.peaks != nullptr};
   bool refused = false;
   const int piece = is_aligned(to) ? only_piece(grads) : -1;
   if (piece >= 0) {
-    refused = add_whole<kKeeps>(grads, to, piece, blockIdx.x * kTile, [](const auto&, const auto&) {});
+    refused = add_whole<kKeeps>(grads, to, piece, blockIdx.x * kTile,
+                                [&](int64_t entry, const auto&, const auto& residuals) { peaks.note(entry, residuals); });
   } else {
+    if (peaks.wanted) peaks.clear();
     for_each_run(grads, [&](int its, int64_t entry, int count) {
       Run<kKeeps, false> run;
       run.read(to, entry, count);
@@ -136,23 +189,28 @@ __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pi
     });
   }
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
+  peaks.store(to, grads.begin[grads.count]);
 }
 
 template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads)
     add_and_measure_tiles(const __grid_constant__ Pieces grads, Feedback to, bool raw, int32_t* flag, MomentsRecord* records) {
+  __shared__ uint32_t of_lines[kMeasured / kLine];
+  const BlockPeaks<kMeasured> peaks = {of_lines, to.peaks != nullptr};
   const bool aligned = is_aligned(to);
   bool refused = false;
+  if (peaks.wanted) peaks.clear();
   for_each_part<kMeasured>(grads, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_tile_of(
         grads, piece, begin, end, aligned,
         [&](int64_t tile) {
-          refused |= add_whole<kKeeps>(grads, to, piece, tile, [&](auto& gradients, const auto& residuals) {
+          refused |= add_whole<kKeeps>(grads, to, piece, tile, [&](int64_t entry, auto& gradients, const auto& residuals) {
             for (auto& four : gradients) {
               for (int i = 0; i < 4; ++i) four.x[i] = raw ? four.x[i] : residuals[&four - gradients].x[i];
             }
             include(mine, gradients, residuals);
+            peaks.note(entry, residuals);
           });
         },
         [&](int64_t entry, int count) {
@@ -168,6 +226,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
+  peaks.store(to, grads.begin[grads.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -199,10 +258,10 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
                 Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, OptionalSpan<uint8_t> sent_in,
-                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */,
-                OptionalSpan<uint32_t> scratch, float of_residual, float momentum, float fresh, float of_gradient,
-                float of_velocity, float decay, float fresh_square, float root_scale, float epsilon, float waiting,
-                int64_t step, bool whole, bool raw, Queue queue) {
+                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch,
+                float of_residual, float momentum, float fresh, float of_gradient, float of_velocity, float decay,
+                float fresh_square, float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw,
+                Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
@@ -214,6 +273,7 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
         velocity.data,
         second.data,
         sent_in.data,
+        peaks.data,
         {of_residual, momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting},
         static_cast<uint8_t>(step),
         whole};

@@ -1,8 +1,8 @@
 // The heaviest entries of a count sketch, on a GPU: top-k over estimates that are computed wherever they are read.
 //
 // The launches are those of device_largest.cuh. Bytes of one pass: 4 an entry and row of the table, 16 at a time; a table that
-// fits into the second cache comes from memory once. There are two passes with a list of candidates, five without. A candidate
-// is estimated once more for the list: 32 bytes a row.
+// fits into the second cache comes from memory once. With a list of candidates there is one pass, and one over the lines that
+// have some; five without. A candidate is estimated once more for the list: 32 bytes a row.
 
 #include "../math_sketch.h"
 #include "../ops.h"

@@ -88,7 +88,7 @@ class Acc:
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
-        peaks: The largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
+        peaks: The largest magnitude in each line of 64 entries, by which takes skip lines. None where they find it themselves.
         frozen: The spans of entries that this rank's frozen layers have. They are zeros.
     """
 

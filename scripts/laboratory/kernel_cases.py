@@ -126,9 +126,9 @@ def passes(arrays: Arrays) -> list[Case]:
     ]
 
 
-def take_reads(arrays: Arrays) -> int:
-    """Return the bytes an entry that a take reads: nearly none where it reads peaks."""
-    return 4 if kernels.peaks(1, arrays.device) is None else 0
+def take_reads(arrays: Arrays, measured: bool = False) -> int:
+    """Return the bytes an entry that a take reads: nearly none where it has peaks. measured: it is one above thresholds."""
+    return 4 if kernels.peaks(1, arrays.device, measured) is None else 0
 
 
 def sparse(arrays: Arrays) -> list[Case]:
@@ -138,7 +138,7 @@ def sparse(arrays: Arrays) -> list[Case]:
     taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
     entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
-    peaks, sent = kernels.peaks(n, arrays.device), arrays.sent()
+    peaks, sent = kernels.peaks(n, arrays.device, measured=False), arrays.sent()
 
     def feedback(i: int) -> None:
         kernels.accumulate(arrays.grads(i), plain, None, flag, peaks=peaks)
@@ -194,8 +194,8 @@ def above(arrays: Arrays) -> list[Case]:
 
     pack(0)
     return [
-        Case(SDAGC, plain, (12 + take_reads(arrays)) * n),
-        Case(f"{SDAGC}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
+        Case(SDAGC, plain, (12 + take_reads(arrays, True)) * n),
+        Case(f"{SDAGC}, momentum", with_momentum, (20 + take_reads(arrays, True)) * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
         Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),
@@ -297,7 +297,7 @@ def steps(arrays: Arrays) -> list[Case]:
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
         (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
-        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays)) * arrays.n),
+        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays, True)) * arrays.n),
         (BLOCKS_SIMULATED, "blocks", None),
         ("Simulation step, dense", "dense", None),
     ]

@@ -89,8 +89,8 @@ def _widened(content: Content, bfloat16: bool) -> Content:
 class Draw(random.Random):
     """All that is random about one call. It follows from the seed, the kernel and the call's number alone."""
 
-    # Calls may have arguments that only CPU twins take: peaks, a search in 2^31 places with little scratch, and entries that
-    # name a place twice: a GPU adds these in any order.
+    # Calls may have arguments that only CPU twins take: a search in 2^31 places with little scratch, and entries that name a
+    # place twice: a GPU adds these in any order.
     for_cpu = True
 
     def likely(self, share: float) -> bool:

@@ -77,7 +77,7 @@ def accumulate(draw: Draw) -> Made:
     measured = draw.likely(0.4)
     moments = draw.garbage(len(grads) * extension.MOMENTS, "float64") if measured else None
     words = extension.native.accumulate_scratch(False, n, len(grads))
-    peaks = draw.maybe(draw.garbage(lines(n), "uint32"), 0.5 if draw.for_cpu else 0)
+    peaks = draw.maybe(draw.garbage(lines(n), "uint32"))
     flag = draw.garbage(1, "int32")
     rule = {name: f32(draw.choice((0, 1, 0.9, 0.1, -1, 1e-3))) for name in RULE}
     rule["of_residual"] = f32(draw.choice((0, 1, 0.5)))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from payload_arrays import flag_on, to_take
 from torch import Tensor
+from torch.nn import functional
 
 from gradcomp.native import extension, kernels
 
@@ -162,14 +163,16 @@ def test_steering_ends_at_the_target_where_a_tenth_more_is_far_too_much(device: 
     assert all(0.8 * target < count < 1.25 * target for count in counts[-30:]), counts
 
 
-def check_above(residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int) -> None:
+def check_above(
+    residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, peaks: Tensor | None = None
+) -> None:
     before, velocity = residual.clone(), torch.ones_like(residual)
     sent_in = torch.arange(residual.numel(), device=residual.device).to(torch.uint8)
     wanted, passing = reference.above(before, sizes, thresholds, capacity)
     masked = reference.mask(velocity, sent_in, 8, wanted)
     device, taken = residual.device, to_take(capacity, residual.device)
     layers = torch.tensor(sizes).cumsum(0).to(torch.int32).to(device), torch.tensor(thresholds, device=device)
-    kernels.take_above(residual, *layers, **taken, mask=kernels.Mask(velocity, sent_in, 8))
+    kernels.take_above(residual, *layers, **taken, mask=kernels.Mask(velocity, sent_in, 8), peaks=peaks)
     assert taken["header"].tolist() == [passing, 0]
     assert torch.equal(taken["indices"][: wanted.numel()].long(), wanted)
     assert reference.same(taken["values"][: wanted.numel()], before[wanted])
@@ -183,8 +186,9 @@ def check_above(residual: Tensor, sizes: list[int], thresholds: list[float], cap
 def test_above_is_exact(device: torch.device, kind: str, n: int, capacity: int) -> None:
     residual = gradients.draw(kind, n, seed=n + capacity).to(device)
     sigma = float(residual.double().std(correction=0))
+    peaks = functional.pad(residual.abs(), (0, -n % extension.LINE)).view(-1, extension.LINE).amax(1).view(torch.int32)
     for lam in (0.0, 1.0, 3.0, float("inf")):
-        check_above(residual.clone(), [n], [lam * sigma if lam else 0.0], capacity)
+        check_above(residual.clone(), [n], [lam * sigma if lam else 0.0], capacity, peaks if lam > 0 else None)
 
 
 @pytest.mark.parametrize("n, count, steps", gradients.CLOSE)

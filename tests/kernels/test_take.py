@@ -102,4 +102,4 @@ def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> No
     wanted, taken = reference.topk(residual, 77), to_take(77)
     kernels.take_topk(residual, 77, **taken, peaks=peaks)
     assert torch.equal(taken["indices"].long(), wanted)
-    assert kernels.peaks(100, torch.device("meta")) is None  # a GPU has no use for them
+    assert kernels.peaks(100, torch.device("meta"), measured=False) is None  # a GPU finds those of a top-k itself

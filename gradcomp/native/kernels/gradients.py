@@ -112,7 +112,7 @@ def accumulate(
     residual_is_local: False where another rank may hold an entry's residual, so that none is noted.
     loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
-    peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
+    peaks: the result of peaks(); becomes each line's largest magnitude, by which a take skips lines.
     """
     memory = memory or Memory()
     rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or _PLAIN
@@ -149,11 +149,14 @@ def accumulate(
         flag[:] = flags.max()
 
 
-def peaks(n: int, device: torch.device) -> Tensor | None:
-    """Make the peaks of n entries, which accumulate fills and takes read. Return None on a GPU: a take reads all entries."""
-    if device.type != "cpu" or not extension.native.built_with_cpu:
+def peaks(n: int, device: torch.device, measured: bool = True) -> Tensor | None:
+    """Make the peaks of n entries, which accumulate fills and takes read. Return None where they read all entries anyway.
+
+    measured: takes are those above thresholds. A GPU's others find the peaks themselves.
+    """
+    if not measured and (device.type != "cpu" or not extension.native.built_with_cpu):
         return None
-    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32)
+    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 
 def spread(
