@@ -35,6 +35,22 @@ def check_moments(found: Tensor, parts: list[Tensor]) -> None:
         assert abs(own[1] - squares) <= 1e-5 * squares + 1e-12 * part.numel() * (high - low) ** 2 + 1e-30
 
 
+def peaks_of(x: Tensor) -> Tensor:
+    return functional.pad(x.abs(), (0, -x.numel() % extension.LINE)).view(-1, extension.LINE).amax(1).view(torch.int32)
+
+
+@pytest.mark.parametrize("has_velocity", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+def test_peaks_of_whole_tiles_and_of_others(device: torch.device, measured: bool, has_velocity: bool) -> None:
+    sizes = [22_000, 70, 8192]
+    grads, n = [torch.randn(size, device=device) for size in sizes], sum(sizes)
+    residual, velocity = torch.randn(n, device=device), torch.randn(n, device=device) if has_velocity else None
+    moments = torch.zeros(3, extension.MOMENTS, dtype=torch.float64, device=device) if measured else None
+    peaks = kernels.peaks(n, device)
+    kernels.accumulate(grads, residual, velocity, flag_on(device), 0.9 if has_velocity else 0, moments=moments, peaks=peaks)
+    assert peaks is not None and torch.equal(peaks, peaks_of(residual))
+
+
 FINITE_KINDS = [kind for kind in gradients.KINDS if kind not in ("huge", "tiny")]
 
 
@@ -186,7 +202,7 @@ def check_above(
 def test_above_is_exact(device: torch.device, kind: str, n: int, capacity: int) -> None:
     residual = gradients.draw(kind, n, seed=n + capacity).to(device)
     sigma = float(residual.double().std(correction=0))
-    peaks = functional.pad(residual.abs(), (0, -n % extension.LINE)).view(-1, extension.LINE).amax(1).view(torch.int32)
+    peaks = peaks_of(residual)
     for lam in (0.0, 1.0, 3.0, float("inf")):
         check_above(residual.clone(), [n], [lam * sigma if lam else 0.0], capacity, peaks if lam > 0 else None)
 

@@ -18,7 +18,7 @@ TESTS = {
     "block_records.cuh": ("test_above.py", "test_feedback.py"),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "device_select.cuh": ("test_take.py", "test_above.py"),
-    "feedback.cu": ("test_feedback.py",),
+    "feedback.cu": ("test_feedback.py", "test_above.py"),
     "heaviest.cu": ("test_sketch.py",),
     "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
