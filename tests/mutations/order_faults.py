@@ -23,6 +23,7 @@ TESTS = {
     "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
     "round.cu": ("test_levels.py",),
+    "sketch.cu": ("test_sketch.py",),
     "threshold.cu": ("test_above.py",),
 }
 ALL = "test_definitions.py"
