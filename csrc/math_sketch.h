@@ -34,6 +34,9 @@ struct SketchPart {
   SHARED_MATH uint32_t entry(uint32_t own) const { return (own / kBlock * parts + part) * kBlock + own % kBlock; }
 };
 
+// The number of entries that heaviest gets scratch for: those that it finds, or a 64th of the cells if that is more.
+inline int64_t search_size(int64_t k, int64_t cells) { return cells / 64 < k ? k : (cells + 63) / 64; }
+
 // A number below a modulus, to multiply by without a division: `over` is the number times 2^32 over the modulus, rounded down.
 struct Multiplier {
   uint32_t number, over;

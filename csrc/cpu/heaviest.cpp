@@ -89,7 +89,7 @@ class Estimates {
 
 }  // namespace
 
-int64_t heaviest_scratch(int64_t n, int64_t k) { return select_words(n, k); }
+int64_t heaviest_scratch(int64_t n, int64_t search_size) { return select_words(n, search_size); }
 
 void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
               Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {

@@ -68,12 +68,8 @@ __global__ void __launch_bounds__(kThreads) mark_passing(ResidualReader reader, 
   const bool alike = its.low == its.high;
   const uint32_t marks = alike && peaks != nullptr ? marks_by_peaks(reader, n, peaks, exceeds)
                                                    : marks_of_tile(reader, n, alike, passes, passes_at);
-  plan.bits[blockIdx.x * kThreads + threadIdx.x] = marks;
-  uint32_t total;
-  block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(marks)), total);
-  if (threadIdx.x == 0) plan.tile_begin[blockIdx.x] = total;
-  if (!is_last_block(plan.tickets + 1, gridDim.x)) return;
-  const uint32_t found = scan_in_place<kThreads>(plan.tile_begin, gridDim.x);
+  uint32_t found;
+  if (!note_marks(plan, marks, &found)) return;
   if (threadIdx.x != 0) return;
   const bool listed = found <= plan.longest_list;
   *plan.choice = {0, capacity, found <= capacity ? 0 : listed ? found : n, listed ? 1u : 0u, 0};

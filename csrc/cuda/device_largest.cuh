@@ -1,4 +1,4 @@
-// The k entries of largest magnitude, on a GPU: the launches that take_topk and heaviest share.
+// The k entries of largest magnitude, on a GPU: the launches of take_topk.
 //
 //   count_first_digits   a histogram of all keys' leading 11 bits; the digits of the k-th key and how many entries reach them;
 //                        the largest key of each line

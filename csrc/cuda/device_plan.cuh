@@ -43,8 +43,8 @@ struct Choice {
 // The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
-  uint32_t* tickets = nullptr;   // of five kernels: first digits, bits or list, next digits twice, taken
-  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones
+  uint32_t* tickets = nullptr;   // of six kernels: first digits, bits or list, next digits twice, taken, heaviest's sample
+  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones; of NaN among heaviest's cells
   uint32_t* first_counts = nullptr;
   uint32_t* next_counts = nullptr;  // of two passes
   uint32_t* bits = nullptr;         // of every entry: 1 for one that passes
@@ -72,8 +72,8 @@ struct Plan {
       return begin;
     };
     choice = reinterpret_cast<Choice*>(part(sizeof(Choice) / sizeof(uint32_t)));
-    tickets = part(5);
-    counters = part(2);
+    tickets = part(6);
+    counters = part(3);
     first_counts = part(kFirstDigits);
     next_counts = part(2 * kNextDigits);
     zeroed = words;
@@ -191,6 +191,17 @@ static __device__ __forceinline__ uint32_t marks_by_peaks(const Reader& reader, 
   }
   __syncthreads();
   return words[threadIdx.x];
+}
+
+// Note the bits of this thread, of this block's tile. Returns true in the last block, which also gets the number of all marked.
+static __device__ __forceinline__ bool note_marks(const Plan& plan, uint32_t marks, uint32_t* found) {
+  plan.bits[blockIdx.x * kThreads + threadIdx.x] = marks;
+  uint32_t total;
+  block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(marks)), total);
+  if (threadIdx.x == 0) plan.tile_begin[blockIdx.x] = total;
+  if (!is_last_block(plan.tickets + 1, gridDim.x)) return false;
+  *found = scan_in_place<kThreads>(plan.tile_begin, gridDim.x);
+  return true;
 }
 
 // Call put(place) for each bit of a word that is set.

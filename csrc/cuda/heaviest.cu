@@ -1,8 +1,17 @@
-// The heaviest entries of a count sketch, on a GPU: top-k over estimates that are computed wherever they are read.
+// The heaviest entries of a count sketch, on a GPU: top-k over estimates, of which few are computed. Each is the median of a
+// cell from every row.
 //
-// The launches are those of device_largest.cuh. Bytes of one pass: 4 an entry and row of the table, 16 at a time; a table that
-// fits into the second cache comes from memory once. With a list of candidates there is one pass, and one over the lines that
-// have some; five without. A candidate is estimated once more for the list: 32 bytes a row.
+//   sample_digits        a histogram of the leading bits of some estimates, and a threshold that a few more than k should reach
+//   mark_cells           two bits for each cell: whether it reaches the threshold, and whether it does so with the other sign
+//   mark_reaching        a bit for each entry of which most cells reach the threshold with one sign: so does their median
+//   list_reaching        these entries and their estimates, a tile's in order; a histogram of the leading bits
+//   count_digits         the second digit of the k-th key, from the list
+//   count_last_digits, count_taken, take_chosen   as in device_largest.cuh
+//
+// The last five compute the estimates of all entries if those marked are fewer than k, or too many for the list, or if a cell
+// is NaN. Eight launches and one memset. Bytes: the table once, 4 bytes an entry and row of its bits for 16 entries, which the
+// first cache mostly holds, 0.3 an entry, and 8 a candidate in each of the last passes; without a list, 20 an entry of the
+// table in each of five.
 
 #include "../math_sketch.h"
 #include "../ops.h"
@@ -30,62 +39,22 @@ __device__ __forceinline__ float median_of(float* x) {
   return x[kRows / 2];
 }
 
-// The deals of a round, which most fours of a tile share.
-template <int kRows>
-struct KnownRound {
-  uint32_t round;
-  Deal deals[kRows];
-};
-
-// Reads a tile whose first round is known.
-template <int kRows, class Reader>
-struct TileReader {
-  static constexpr int kShare = 1;
-
-  const Reader& reader;
-  const KnownRound<kRows>& known;
-
-  __device__ __forceinline__ bool is_aligned() const { return cuda::is_aligned(reader.table); }
-  __device__ __forceinline__ Four read_whole(int64_t own) const { return reader.template estimate<true>(own, 4, &known); }
-  __device__ __forceinline__ Four read(int64_t own, int64_t count) const { return reader.read(own, count, &known); }
-};
-
 template <int kRows>
 struct EstimateReader {
-  static constexpr int kBlocks = kRows > 7 ? 3 : kRows > 5 ? 4 : 5;
-
   SketchHash hash;
   const float* table;
   SketchPart part;
 
-  // All threads of the block must call this.
-  __device__ __forceinline__ TileReader<kRows, EstimateReader> over(int64_t tile) const {
-    __shared__ KnownRound<kRows> known;
-    const uint32_t round = hash.round_of(part.entry(static_cast<uint32_t>(tile)) / kSketchTile);
-    __syncthreads();  // the tile before has been read
-    if (threadIdx.x < kRows) known.deals[threadIdx.x] = hash.deal(threadIdx.x, round);
-    if (threadIdx.x == 0) known.round = round;
-    __syncthreads();
-    return {*this, known};
-  }
-
-  __device__ __forceinline__ Four read(int64_t own, int64_t count, const KnownRound<kRows>* known = nullptr) const {
-    return count > 0 ? estimate<false>(own, count, known) : Four{};
-  }
-
-  // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
-  template <bool kWhole>
-  __device__ __forceinline__ Four estimate(int64_t own, int64_t count, const KnownRound<kRows>* known) const {
-    Four four;
+  __device__ __forceinline__ Four read(int64_t own, int64_t count) const {
+    Four four = {};
+    if (count <= 0) return four;
+    // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
     const uint32_t entry = part.entry(static_cast<uint32_t>(own)), tile = entry / kSketchTile, lane = entry % kSketchTile;
-    const uint32_t round = hash.round_of(tile), place = tile - round * hash.tiles;
     float x[4][kRows];
     UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
-      const Deal deal = known != nullptr && known->round == round ? known->deals[row] : hash.deal(row, round);
       const Turn turn = SketchHash::turn(hash.turns_of(row), tile);
-      const uint32_t column_tile = deal.column_tile(place, hash.tiles);
       const uint32_t column_lane = (lane ^ turn.flip()) & ~3u;
-      Four cells = load<kWhole>(table + (int64_t{row} * hash.tiles + column_tile) * kSketchTile + column_lane, 4);
+      Four cells = load_four(table + column_of(row, tile) + column_lane, 4);
       for (uint32_t i = 0; i < 4; ++i) cells.x[i] = float_of(bits_of(cells.x[i]) ^ turn.sign(column_lane + i));
       for (uint32_t i = 0; i < 4; i += 2) swap_if(turn.flip() & 1, cells.x[i], cells.x[i + 1]);
       for (uint32_t i = 0; i < 2; ++i) swap_if(turn.flip() & 2, cells.x[i], cells.x[i + 2]);
@@ -95,12 +64,173 @@ struct EstimateReader {
     return four;
   }
 
-  __device__ __forceinline__ float at(uint32_t index) const {
-    const Four four = read(index & ~3u, 4);
-    const float low = index & 1 ? four.x[1] : four.x[0], high = index & 1 ? four.x[3] : four.x[2];
-    return index & 2 ? high : low;
+  __device__ __forceinline__ float at(uint32_t own) const {
+    const uint32_t entry = part.entry(own), tile = entry / kSketchTile, lane = entry % kSketchTile;
+    float x[kRows];
+    UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
+      const Turn turn = SketchHash::turn(hash.turns_of(row), tile);
+      const uint32_t column_lane = lane ^ turn.flip();
+      x[row] = float_of(bits_of(table[column_of(row, tile) + column_lane]) ^ turn.sign(column_lane));
+    }
+    return median_of<kRows>(x);
+  }
+
+ private:
+  // The first cell of the tile of columns that a tile of entries goes to.
+  __device__ __forceinline__ int64_t column_of(uint32_t row, uint32_t tile) const {
+    const uint32_t round = hash.round_of(tile), place = tile - round * hash.tiles;
+    return (int64_t{row} * hash.tiles + hash.deal(row, round).column_tile(place, hash.tiles)) * kSketchTile;
   }
 };
+
+// A sample of the entries: one tile of every `each` in a row, chosen by a hash. The threshold is that of its entry number
+// `wanted`, unless that is among the ones with equal digits, which at most `most` should reach.
+struct Sample {
+  uint32_t tiles, each, wanted, most;
+
+  // Small buckets are looked at as a whole. In the emulator they are smaller.
+#ifdef GRADCOMP_SIMT
+  static constexpr int64_t kLarge = 1 << 14;
+#else
+  static constexpr int64_t kLarge = 1 << 20;
+#endif
+
+  Sample(int64_t n, int64_t k, int64_t longest_list) {
+    const int64_t step = n < kLarge ? 1 : 16, count = n / kSketchTile / step, entries = count * kSketchTile;
+    const int64_t wish = 4 * k < 4096 ? 4096 : 4 * k, middle = (k + (wish < longest_list ? wish : longest_list)) / 2;
+    tiles = static_cast<uint32_t>(count);
+    each = static_cast<uint32_t>(step);
+    wanted = static_cast<uint32_t>(middle * entries / n) + 1;
+    most = static_cast<uint32_t>(longest_list * entries / n * 4 / 5);
+  }
+
+  __device__ __forceinline__ uint32_t tile(uint32_t number) const { return number * each + mix(number) % each; }
+
+  // A magnitude that about as many entries reach as are wanted.
+  __device__ __forceinline__ uint32_t threshold(const Digit& found) const {
+    const uint32_t low = found.digit << kFirstShift;
+    if (found.digit == 0 || found.reach <= most) return low;
+    // Most of the digits' entries are smaller: a straight line marks a few less than are wanted.
+    return low + static_cast<uint32_t>((uint64_t{found.reach - wanted} << kFirstShift) / (found.reach - found.above));
+  }
+};
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads)
+    sample_digits(const __grid_constant__ EstimateReader<kRows> reader, Sample sample, Plan plan) {
+  constexpr uint32_t kFoursOfTile = kSketchTile / 4;
+  alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
+  __shared__ Digit picked;
+  clear_digits<kThreads, kFirstDigits>(counts);
+  for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < kFoursOfTile * sample.tiles; i += gridDim.x * kThreads) {
+    const uint32_t own = sample.tile(i / kFoursOfTile) * kSketchTile + i % kFoursOfTile * 4;
+    const Four four = reader.read(own, 4);
+    for (const float x : four.x) count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
+  }
+  add_up_digits<kThreads, kFirstDigits>(counts, plan.first_counts);
+  if (!is_last_block(plan.tickets + 5, gridDim.x)) return;
+  pick_digit<kThreads, kFirstDigits>(plan.first_counts, sample.wanted, &picked);
+  for (uint32_t digit = threadIdx.x; digit < kFirstDigits; digit += kThreads) plan.first_counts[digit] = 0;
+  if (threadIdx.x == 0) plan.choice->digits = sample.threshold(picked);
+}
+
+// The bits of a tile of columns, from the highest on: those of the sixteen cells that reach the threshold, then those that do
+// so with the other sign. So the signs of a turn belong to the first sixteen.
+__global__ void __launch_bounds__(kThreads) mark_cells(Span<const float> table, uint32_t* words, Plan plan) {
+  const float threshold = float_of(plan.choice->digits);
+  // A warp has two tiles. Its lanes stand for bits, the first one for the last cell.
+  const int64_t cell = (int64_t{blockIdx.x} * kThreads + threadIdx.x) ^ (kWarp - 1);
+  const float x = cell < table.size ? table.data[cell] : 0.0f;
+  const uint32_t above = __ballot_sync(kWholeWarp, x >= threshold), below = __ballot_sync(kWholeWarp, x <= -threshold);
+  const uint32_t odd = __ballot_sync(kWholeWarp, x != x);
+  if (threadIdx.x % kWarp == 0 && odd != 0) atomicAdd(plan.counters + 2, 1u);
+  if (threadIdx.x % kSketchTile != 0 || cell >= table.size) return;
+  words[cell / kSketchTile] = threadIdx.x % kWarp == 0 ? above << 16 | (below & 0xffffu) : (above & 0xffff0000u) | below >> 16;
+}
+
+// Move the bits of both halves of a word: bit i to bit i ^ flip.
+__device__ __forceinline__ uint32_t flipped(uint32_t word, uint32_t flip) {
+  const auto move = [&](uint32_t apart, uint32_t low) {
+    const uint32_t by = flip & apart;  // 0 moves none
+    word = (word & low) << by | (word & ~low) >> by;
+  };
+  move(1, 0x55555555u);
+  move(2, 0x33333333u);
+  move(4, 0x0f0f0f0fu);
+  move(8, 0x00ff00ffu);
+  return word;
+}
+
+// The bits that most of an odd number of words have. Each bit has a counter, which overflows if the bit is in most of them.
+template <int kRows>
+__device__ __forceinline__ uint32_t bits_of_most(const uint32_t* words) {
+  constexpr int kMost = kRows / 2 + 1, kBits = kMost > 4 ? 3 : kMost > 2 ? 2 : 1, kStart = (1 << kBits) - kMost;
+  uint32_t counter[kBits], most = 0;
+  UNROLLED for (int i = 0; i < kBits; ++i) counter[i] = kStart >> i & 1 ? 0xffffffffu : 0;
+  UNROLLED for (int row = 0; row < kRows; ++row) {
+    uint32_t carry = words[row];
+    UNROLLED for (int i = 0; i < kBits; ++i) {
+      const uint32_t sum = counter[i] ^ carry;
+      carry &= counter[i];
+      counter[i] = sum;
+    }
+    most |= carry;
+  }
+  return most;
+}
+
+// A thread has two tiles of entries: a word of bits.
+template <int kRows>
+__device__ __forceinline__ uint32_t reaching(const SketchHash& hash, const uint32_t* cells, uint32_t tile) {
+  const uint32_t round = hash.round_of(tile), place = tile - round * hash.tiles;
+  const bool parted = place + 1 == hash.tiles;  // the second tile begins a round
+  uint32_t words[2][kRows];
+  UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
+    const uint32_t turns = hash.turns_of(row);
+    const auto word_of = [&](uint32_t its, uint32_t column_tile) {
+      const uint32_t word = cells[int64_t{row} * hash.tiles + column_tile];
+      const Turn turn = SketchHash::turn(turns, its);
+      const uint32_t minus = turn.bits >> 16 | (turn.bits & 0xffff0000u), opposite = word << 16 | word >> 16;
+      return flipped((word & ~minus) | (opposite & minus), turn.flip());
+    };
+    Deal deal = hash.deal(row, round);
+    words[0][row] = word_of(tile, deal.column_tile(place, hash.tiles));
+    if (parted) deal = hash.deal(row, round + 1);
+    words[1][row] = word_of(tile + 1, deal.column_tile(parted ? 0 : place + 1, hash.tiles));
+  }
+  const uint32_t first = bits_of_most<kRows>(words[0]), second = bits_of_most<kRows>(words[1]);
+  return __brev(((first | first << 16) & 0xffff0000u) | ((second | second >> 16) & 0xffffu));
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) mark_reaching(const __grid_constant__ SketchHash hash, SketchPart part,
+                                                          const uint32_t* cells, uint32_t n, uint32_t k, Plan plan) {
+  const uint32_t own = (blockIdx.x * kThreads + threadIdx.x) * 32;
+  uint32_t word = own < n ? reaching<kRows>(hash, cells, part.entry(own) / kSketchTile) : 0;
+  if (own < n && n - own < 32) word &= (1u << (n - own)) - 1;
+  uint32_t found;
+  if (!note_marks(plan, word, &found)) return;
+  if (threadIdx.x != 0) return;
+  const bool listed = k <= found && found <= plan.longest_list && plan.counters[2] == 0;
+  *plan.choice = {0, k, listed ? found : n, listed ? 1u : 0u, 0};
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) list_reaching(const __grid_constant__ EstimateReader<kRows> reader, Plan plan) {
+  alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
+  __shared__ Digit picked;
+  const uint32_t blocks = plan.choice->listed != 0 ? gridDim.x : blocks_with_work(plan);
+  if (blockIdx.x >= blocks) return;
+  const Choice choice = *plan.choice;
+  clear_digits<kThreads, kFirstDigits>(counts);
+  if (choice.listed != 0) {
+    list_tile(reader, plan.bits[blockIdx.x * kThreads + threadIdx.x], plan,
+              [&](float x) { count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift); });
+  } else {
+    count_all<kFirstDigits>(reader, Magnitude{}, choice, kFirstShift, blocks, counts);
+  }
+  pick_next<kFirstDigits>(counts, plan.first_counts, plan.tickets + 0, blocks, choice, kFirstShift, plan, &picked);
+}
 
 // Writes the chosen entries down, and moves nothing.
 struct NotingHand {
@@ -108,33 +238,44 @@ struct NotingHand {
   int32_t* indices;
   SketchPart part;
 
-  __device__ __forceinline__ void announce(uint32_t) const {}
   __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
     estimates[place] = x;
     indices[place] = static_cast<int32_t>(part.entry(index));
   }
 };
 
+template <int kRows>
+void find(Span<const float> table, const SketchHash& hash, SketchPart part, const NotingHand& hand, int64_t n, int64_t k,
+          const Plan& plan, uint32_t* cells, Queue queue) {
+  using Reader = EstimateReader<kRows>;
+  const Reader reader = {hash, table.data, part};
+  const Sample sample(n, k, plan.longest_list);
+  const unsigned tiles = blocks_for(n, kTile), blocks = blocks_for(sample.tiles * kSketchTile + 1, 16 * kThreads);
+  const auto count_second = count_digits<Reader, Magnitude>;
+
+  CUDA_TRY(cudaMemsetAsync(plan.choice, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
+  LAUNCH(sample_digits<kRows>, blocks < kMostBlocks ? blocks : kMostBlocks, kThreads, 0, queue, reader, sample, plan);
+  LAUNCH(mark_cells, blocks_for(table.size, kThreads), kThreads, 0, queue, table, cells, plan);
+  LAUNCH(mark_reaching<kRows>, tiles, kThreads, 0, queue, hash, part, cells, static_cast<uint32_t>(n), static_cast<uint32_t>(k),
+         plan);
+  LAUNCH(list_reaching<kRows>, tiles, kThreads, 0, queue, reader, plan);
+  LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, Magnitude{}, plan);
+  choose_and_take(reader, hand, n, Magnitude{}, plan, queue);
+}
+
 }  // namespace
 
-int64_t heaviest_scratch(int64_t n, int64_t k) { return Plan(n, k, false, nullptr).words; }
+// A plan, and behind it a word for sixteen cells.
+int64_t heaviest_scratch(int64_t n, int64_t search_size) { return Plan(n, search_size, true, nullptr).words + 4 * search_size; }
 
 void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
               Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {
   const SketchHash hash(table.size / rows, seed);
   const SketchPart own = {part, parts};
   const NotingHand hand = {estimates.data, indices.data, own};
-  const auto take = [&](const auto& reader) { take_largest(reader, hand, own.size(n), indices.size, scratch, queue); };
-  switch (rows) {
-    case 3:
-      return take(EstimateReader<3>{hash, table.data, own});
-    case 5:
-      return take(EstimateReader<5>{hash, table.data, own});
-    case 7:
-      return take(EstimateReader<7>{hash, table.data, own});
-    default:
-      return take(EstimateReader<9>{hash, table.data, own});
-  }
+  const Plan plan(own.size(n), search_size(indices.size, table.size), true, scratch.data);
+  const auto by = rows == 3 ? find<3> : rows == 5 ? find<5> : rows == 7 ? find<7> : find<9>;
+  by(table, hash, own, hand, own.size(n), indices.size, plan, scratch.data + plan.words, queue);
 }
 
 }  // namespace gradcomp::cuda

@@ -184,7 +184,7 @@ def heaviest(draw: Draw) -> Made:
         n, part, parts, own = 1000, 0, 1, 1000
     k = draw.choice((1, own, draw.randrange(own) + 1, draw.randrange(own) % 20 + 1))
     indices, estimates = draw.garbage(k, "int32"), draw.garbage(k, "float32")
-    words = extension.native.heaviest_scratch(False, n, k)
+    words = extension.native.heaviest_scratch(False, n, max(k, -(-len(table) // 64)))
     compared = n < 5000 and draw.likely(0.3) and not np.isnan(table.was).any()
 
     def check() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp.native import kernels
+from gradcomp import _native
+from gradcomp.native import extension, kernels
 
 SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]
@@ -132,6 +133,42 @@ def test_heaviest_of_sums_that_are_infinite(device: torch.device) -> None:
     table = sketch(flat, 5, 48, seed=1)
     assert reference.same(table, reference.sketch(flat, 5, 48, 1)) and table.isinf().any()
     check_heaviest(table, 5, 1, 5000, 300)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_cell_that_is_no_number_has_a_place_in_the_median(device: torch.device, rows: int) -> None:
+    """The place depends on the steps of the sort, which the twins share."""
+    n, k, seed = 20_000, 300, 4
+    table = sketch(gradients.draw("laplace", n, seed), rows, 1008, seed)
+    table[torch.randperm(len(table))[:300]] = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf]).repeat(75)
+    indices, found = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    scratch = torch.empty(_native.heaviest_scratch(False, n, k), dtype=torch.int32)
+    _native.heaviest(table, rows, seed, n, 0, 1, indices, found, scratch)
+    on_device = heaviest(table.to(device), rows, seed, n, k)
+    assert found.isnan().any() and torch.equal(on_device[0].cpu(), indices.long()) and reference.same(on_device[1].cpu(), found)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind,parts", [("normal", 1), ("laplace", 3), ("heavy", 1), ("zeros", 1), ("close", 1)])
+def test_few_estimates_are_computed(
+    device: torch.device, kind: str, parts: int, rows: int, request: pytest.FixtureRequest
+) -> None:
+    """A sample gives a threshold, which at least k entries reach, but not too many. Of equal ones there are too many."""
+    if device.type == "cpu" and "simt" not in request.node.name:
+        pytest.skip("the CPU twin has no list")
+    for n, k in ((40_001, 7), (40_001, 700)) + (((1 << 21, 9_000),) if device.type == "cuda" else ()):
+        if kind == "close":  # each in a cell of its own, and equal in their leading bits
+            flat = (1 + 0.124 * torch.rand(n)) * torch.randn(n).sign()
+            table = reference.sketch(flat, rows, (n // 16 + 1) * 16, seed=k).to(device)
+        else:
+            table = sketch(gradients.draw(kind, n, seed=k).to(device), rows, 4096, seed=k)
+        size = max(k, -(-len(table) // 64))
+        scratch = torch.empty(extension.native.heaviest_scratch(True, n, size), dtype=torch.int32, device=device)
+        indices, estimates = scratch.new_empty(k), table.new_empty(k)
+        extension.native.heaviest(table, rows, k, n, 0, parts, indices, estimates, scratch, **extension.queue(table))
+        sources, listed = scratch[2:4].tolist()  # of the choice, which the scratch begins with
+        own = sum(1 for i in range(0, n, BLOCK) if i // BLOCK % parts == 0)
+        assert listed == (kind != "zeros") and (k <= sources <= max(4096, 4 * size) if listed else sources > own * 512)
 
 
 def test_of_equals_the_first_are_taken(device: torch.device) -> None:

@@ -144,6 +144,11 @@ T atomicExch(T* at, std::type_identity_t<T> x) {
 
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __brev(unsigned x) {
+  unsigned reversed = 0;
+  for (unsigned bit = 0; bit < 32; ++bit) reversed |= (x >> bit & 1u) << (31 - bit);
+  return reversed;
+}
 
 template <class T>
 T __ldg(const T* at) {

@@ -25,6 +25,7 @@ def heaviest(
     parts: int = 1,
 ) -> None:
     """Find the entries, of a part of n, with the largest estimated magnitudes, in index order, ties to the lower index."""
-    words = scratch_words(extension.native, "heaviest", on_cuda(table), n, count(indices))
+    most = max(count(indices), -(-count(table) // 64))  # the scratch also holds two bits for each cell
+    words = scratch_words(extension.native, "heaviest", on_cuda(table), n, most)
     scratch = (memory or Memory()).scratch("heaviest", words, table)
     extension.native.heaviest(table, rows, seed, n, part, parts, indices, estimates, scratch, **queue(table))

@@ -57,7 +57,6 @@ EXCEPTIONS = {
         "its looks are calls, which hand over the group; all rules but ORQ's index their levels",
     ),
     r"^(round|add|settle)_words<., false>": (Budget(80), "ten entries and their addresses; 768 threads have 30 KB in flight"),
-    r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
 }
 
 
