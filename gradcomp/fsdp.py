@@ -370,7 +370,7 @@ class _Reduction:
         if reducer.is_native or not self._holds(tensor, sum(size for _, size in trained)):
             sent = tensor.numel() * tensor.itemsize
             over = self._session.network
-            self._session.run_native(lambda: replicated.allreduce_natively([tensor], opts).wait(), sent, over)
+            self._session.run_native(lambda: _finish(replicated.allreduce_natively([tensor], opts)), sent, over)
             return
         parts = tensor.split([size for _, size in trained])
         slots = [slot for slot, _ in trained]
@@ -385,6 +385,12 @@ class _Reduction:
             self._has_warned = True
             warn_user(_NO_GRADIENT.format(name=self._module.name))
         return holds
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Wait for an operation. NCCL's that began on the current stream is no object, and needs no wait."""
+    if work is not None:
+        work.wait()
 
 
 def _scale(op: Any, ranks: int) -> float:

@@ -275,6 +275,14 @@ def _is_marked(delivered: Tensor, update: Update) -> bool:
     return not bool(update.first.isfinite()) and not bool(delivered[0].isfinite())
 
 
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare to the last bit. A NaN equals any other: a GPU's have bits of their own. This waits for a device."""
+    if torch.equal(one.view(torch.int32), other.view(torch.int32)):
+        return True
+    same = (one.view(torch.int32) == other.view(torch.int32)) | (one.isnan() & other.isnan())
+    return bool(same.all())
+
+
 class _ComparingReducer(Reducer):
     """The reducer of a rank after the first. It compares updates with those of the first, in place of writing them."""
 
@@ -282,8 +290,9 @@ class _ComparingReducer(Reducer):
         for name, of_layer in bucket.layout.views(update.flat).items():
             expected = self.slots[name].update
             assert expected is not None
-            own, firsts = of_layer.view(torch.int32), expected.view(torch.int32)
-            if not torch.equal(firsts, own) and not (_is_marked(expected, update) and torch.equal(firsts[1:], own[1:])):
+            if not _are_equal(expected, of_layer) and not (
+                _is_marked(expected, update) and _are_equal(expected[1:], of_layer[1:])
+            ):
                 raise RuntimeError(
                     f"rank {self.network.world.rank} has another update of {name!r} than rank 0: {bucket.compressor} is not "
                     "deterministic"

@@ -228,9 +228,10 @@ def test_a_dense_step_can_be_replayed_as_a_graph(elsewhere: bool) -> None:
         assert all(torch.equal(update[name], wanted[name]) for name in SHAPES), step
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, as the error ends the capture
 @every_spec
 def test_a_step_that_counts_is_not_captured(spec: str) -> None:
-    if spec == "dense":
+    if spec in ("dense", "half", "blocks"):  # no residual, nothing to count
         return
     simulated, inputs, stream = simulation(spec), draw(0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

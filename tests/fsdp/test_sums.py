@@ -12,6 +12,7 @@ from ranks import join, launch, once
 
 import gradcomp
 import gradcomp.fsdp
+from gradcomp.networks import replicas
 
 # The largest squared error of one exchange.
 ERRORS = {"dense": 1e-13, "half": 1e-4, "blocks": 4e-3, "blocks:bits=8": 1e-4, "topk:ratio=1,wire=exact,momentum=0": 1e-13}
@@ -32,6 +33,25 @@ def exchanged(kind: str, specs: list[str], form: str) -> dict[str, Any]:
             found["own"] = own
         found[spec or "native"] = whole_grads(model), handle.stats() if handle else {}
     return found
+
+
+def without_work() -> Any:
+    """Exchange natively over replicas where an all-reduce returns nothing, as NCCL's does on the current stream."""
+    join()
+    native = replicas.ReplicaGroup.allreduce_natively
+
+    def reduce(*arguments: Any) -> None:
+        native(*arguments).wait()
+
+    replicas.ReplicaGroup.allreduce_natively = reduce
+    model = wrapped("replicate", net(), mesh_of("replicate"))
+    gradcomp.fsdp.attach(model, "dense")
+    loss(model, inputs(0)[dist.get_rank()]).backward()
+    return whole_grads(model)
+
+
+def test_an_all_reduce_without_an_object_to_wait_for_is_native_too() -> None:
+    assert all(error(grads, by_hand(0)) < 1e-13 for grads in launch(without_work, RANKS))
 
 
 @once

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradcomp.native import extension
-from laboratory import machine
+from laboratory import machine, options
 from laboratory.gpu import packing, stages, training, work
 from laboratory.gpu.stages import Clock, Failed, Gpu, Impossible, Output, Record, Stage
 
@@ -407,9 +407,18 @@ def test_a_prepared_horovod_that_does_not_import_is_not_in_the_way(tmp_path: Pat
     assert not [*stages.PACKAGE.iterdir()]
 
 
-def test_a_result_without_git_has_the_commit_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", work.SIZES)
+def test_lab_kernels_takes_the_names_of_all_sizes(size: str) -> None:
+    assert options.name(machine.slug(f"check-{size}"))
+
+
+@pytest.mark.parametrize("commit", [None, "456def-dirty"])
+def test_a_result_without_git_has_the_commit_of_the_pack(
+    commit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has one of a checkout into which files were carried."""
     pack_here(tmp_path, monkeypatch)
-    monkeypatch.setattr(machine, "commit", lambda: None)
+    monkeypatch.setattr(machine, "commit", lambda: commit)
     (tmp_path / "gpu-pack").mkdir()
     (tmp_path / "gpu-pack" / "note.json").write_text('{"commit": "123abc"}')
     output = Output(tmp_path, "tests", GPU)

@@ -95,6 +95,10 @@ def environment() -> dict[str, str]:
     return variables
 
 
+def _is_clean(commit: str | None) -> bool:
+    return commit is not None and not commit.endswith("-dirty")
+
+
 def prepared() -> Record:
     """Return the note of all that was prepared on another machine; empty if nothing was."""
     note = PACK / "note.json"
@@ -272,7 +276,8 @@ class Output:
             "call": self._call,
             "device": self._found._asdict() if self._found else {"name": "none: a dry run on the CPU, no result of a GPU"},
             **origin,
-            "commit": origin["commit"] or prepared().get("commit"),  # a checkout without .git has none
+            # A checkout without .git has none, and files that were carried there are changes of an older one.
+            "commit": origin["commit"] if _is_clean(origin["commit"]) else prepared().get("commit", origin["commit"]),
             "versions": machine_figures.get("versions", {}),
             "stages": [*records],
         }

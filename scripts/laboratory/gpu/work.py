@@ -17,7 +17,7 @@ from pathlib import Path
 from laboratory import ranks
 from laboratory.gpu import packing
 from laboratory.gpu.stages import BUILD, PACK, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, marked, program
-from laboratory.machine import ROOT
+from laboratory.machine import ROOT, slug
 
 # The seconds that a call may take, in the order in which a sitting makes them.
 CALLS = {"tests": 280, "kernels": 280, "steps": 200}
@@ -195,7 +195,7 @@ def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 
 def kernels(clock: Clock, device: str, size: str) -> Record:
     """Run scripts/lab kernels on this device."""
     layers, rounds = (SIZES if device == "cuda" else SIZES_DRY)[size]
-    name = f"check-{size}"
+    name = slug(f"check-{size}")
     out = BUILD / f"kernels-{name}.json"
     out.unlink(missing_ok=True)
     lab: list[str | Path] = [sys.executable, ranks.SCRIPTS / "lab", "kernels", "--out", BUILD, "--name", name]
