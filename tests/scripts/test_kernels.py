@@ -94,15 +94,42 @@ def test_the_page_of_gpu_times_is_that_of_its_records_and_of_the_predictions() -
     assert size == 64_000_000 and table in PAGE, table
 
 
-def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records() -> None:
+def test_the_page_of_an_h200_is_that_of_its_records_and_of_the_predictions() -> None:
+    large, *others = (report.read(RESULTS / f"kernels-{name}cuda-h200.json") for name in ("", "layers-", "6m-"))
+    predicted = kernel_prediction.milliseconds(large["settings"]["size"], large["machine"]["gpu"])
+    smaller = [{line["name"]: share_of(line) for line in each["lines"]} for each in others]
+    rows = [["on 64 M entries, ms", "H200", "of the copy bandwidth", "predicted", "25.6 M, 161 layers", "6.25 M"]]
+    for line in large["lines"]:
+        shares = [of.get(line["name"], "-") for of in smaller]
+        own = report.milliseconds(line["ms"]["median"]), share_of(line), report.figure(predicted.get(line["name"]), "{:.3f}")
+        rows.append([line["name"], *own, *shares])
+    assert report.markdown(rows) in PAGE, report.markdown(rows)
+
+
+def test_what_the_page_says_of_ways_beside_torchs_hook() -> None:
+    text, by = " ".join(PAGE.split()), {}
+    for gpu in ("h200", "h100"):
+        every = report.read(RESULTS / f"gpt-{gpu}.json")["ways"]
+        first = {way["way"]: way["step_ms"] for way in reversed(every) if (way["optimizer"], way["bucket_mb"]) == ("adamw", 25)}
+        by[gpu] = [first[way] / first["bf16"] for way in ("dense", "topk", "orq")]
+    (dense, topk, orq), before = by["h200"], by["h100"]
+    assert f"`dense` and `topk` take {dense:.2f} and {topk:.2f} times as long as torch's bf16 hook" in text
+    assert (
+        f"had {before[0]:.2f} and {before[1]:.2f}; `orq` as long as it, before {before[2]:.2f}" in text
+        and f"{orq:.2f}" == "1.00"
+    )
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu: str) -> None:
     rows = [["way", "optimizer", "bucket MB", "step ms", "GPU ms", "own kernels ms", "own launches"]]
-    for way in report.read(RESULTS / "gpt-h100.json")["ways"]:
+    for way in report.read(RESULTS / f"gpt-{gpu}.json")["ways"]:
         times = [f"{way[name]:.1f}" for name in ("step_ms", "gpu_ms")]
         own = [f"{way['own_ms']:.2f}", str(way["own_launches"])] if way["own_launches"] else ["-", "-"]
         rows.append([f"`{way['way']}`", way["optimizer"], str(way["bucket_mb"]), *times, *own])
     assert report.markdown(rows) in PAGE, report.markdown(rows)
     rows = [["spec", "accuracy", "compression", "seconds"]]
-    for one in report.read(RESULTS / "training-h100.json")["trainings"]:
+    for one in report.read(RESULTS / f"training-{gpu}.json")["trainings"]:
         rows.append([f"`{one['spec']}`", f"{one['accuracy']:.2f} %", f"{one['compression']:,}", f"{one['seconds']:.0f}"])
     assert report.markdown(rows) in PAGE, report.markdown(rows)
 
