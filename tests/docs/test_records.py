@@ -141,8 +141,8 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    said = f"accuracy on CIFAR-10 ends {-own[0]:.2f} points above uncompressed training, which ends at {score:.2f} %"
-    assert f"{said} (95 % bound: at most {own[1]:.2f} below)" in README
+    said = f"accuracy on CIFAR-10 ends {-own[0]:.2f} points above uncompressed training's {score:.2f} %"
+    assert f"{said}, by the 95 % bound at most {own[1]:.2f} below it" in README
     for study, spec, said in (
         ("shakespeare-rest", "orq", "a transformer's perplexity ends {0:.1f} % worse (at most {1:.1f} %)"),
         (
