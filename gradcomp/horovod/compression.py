@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.origin import MARK
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
@@ -129,9 +128,8 @@ class Compression(Handle):
         door = Door(_UNKNOWN, _UNUSED, _CHANGED, _AFTER_FAILURE, name="Horovod")
         super().__init__(spec, self._parameters, self._network, options, door, stock)
         self._knows_optimizer = False
-        # A program may broadcast the state of the optimizer that it gave, before Horovod's makes a step.
-        for group in [] if optimizer is None else optimizer.param_groups:
-            group.setdefault(MARK, False)
+        if optimizer is not None:  # a program may broadcast its state before Horovod's makes a step
+            self._session.view.origin.expect_marks(optimizer)
 
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot | None]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
