@@ -208,7 +208,7 @@ def _cast(x: Content, grad: Lent) -> Content:
 
 def _now(grad: Lent) -> Content:
     if isinstance(grad.given, torch.Tensor) and grad.given.dtype == torch.bfloat16:
-        return grad.given.float().numpy().reshape(-1)
+        return torch.from_numpy(grad.now).view(torch.bfloat16).float().numpy()
     return grad.now.astype(f32)
 
 

@@ -157,8 +157,8 @@ def test_few_estimates_are_computed(
     if device.type == "cpu" and "simt" not in request.node.name:
         pytest.skip("the CPU twin has no list")
     for n, k in ((40_001, 7), (40_001, 700)) + (((1 << 21, 9_000),) if device.type == "cuda" else ()):
-        if kind == "close":  # each in a cell of its own, and equal in their leading bits
-            flat = (1 + 0.124 * torch.rand(n)) * torch.randn(n).sign()
+        if kind == "close":  # each in a cell of its own, equal in their leading bits, and like none in those after them
+            flat = (1 + 0.125 * torch.rand(n)) * torch.randn(n).sign()
             table = reference.sketch(flat, rows, (n // 16 + 1) * 16, seed=k).to(device)
         else:
             table = sketch(gradients.draw(kind, n, seed=k).to(device), rows, 4096, seed=k)

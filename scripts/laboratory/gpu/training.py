@@ -22,7 +22,7 @@ from laboratory.tasks import cifar
 from laboratory.tasks.task import Arrays, accuracy
 
 SPECS = ("none", "sdagc", "orq", "topk:ratio=0.001")
-RANKS, SEED = 4, 1
+RANKS = 4
 RATE, MOMENTUM, DECAY = 0.2, 0.9, 0.0005
 # The share of the steps in which the learning rate rises; then it falls to 0. The factor of the net's outputs.
 WARMUP, SCALE = 0.15, 0.125
@@ -49,9 +49,9 @@ def convolution(channels: int, to: int) -> list[nn.Module]:
     return [nn.Conv2d(channels, to, 3, padding=1, bias=False), nn.BatchNorm2d(to), nn.ReLU(inplace=True)]
 
 
-def resnet9(width: int) -> nn.Sequential:
+def resnet9(width: int, seed: int) -> nn.Sequential:
     """Make the net: eight convolutions, and a linear layer."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     return nn.Sequential(
         *convolution(3, width),
         *convolution(width, 2 * width),
@@ -105,10 +105,10 @@ class Gradients:
         return [each.clone() for each in self._found]
 
 
-def train(spec: str, arrays: Arrays, device: torch.device) -> dict[str, Any]:
+def train(spec: str, arrays: Arrays, device: torch.device, epochs: int, seed: int) -> dict[str, Any]:
     """Train under a spec; none: on the mean of the gradients."""
-    width, batch, epochs = SIZES[device.type]
-    model = resnet9(width).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    width, batch, _ = SIZES[device.type]
+    model = resnet9(width, seed).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     named = dict(model.named_parameters())
     momentum = 0.0 if spec != "none" and gradcomp.make(spec).traits.momentum else MOMENTUM
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum, weight_decay=DECAY)
@@ -116,10 +116,10 @@ def train(spec: str, arrays: Arrays, device: torch.device) -> dict[str, Any]:
     if spec != "none":
         shapes = {name: tuple(each.shape) for name, each in named.items()}
         known: Any = {"device": device, "optimizer": optimizer, "named_parameters": list(named.items())}
-        simulation = gradcomp.Simulation(spec, shapes, RANKS, SEED, **known)
+        simulation = gradcomp.Simulation(spec, shapes, RANKS, seed, **known)
     views, labels = cifar.windows(arrays["train_x"]), arrays["train_y"]
-    batches = [cifar.batches(views, labels, rank, RANKS, batch, SEED) for rank in range(RANKS)]
-    gradients = Gradients(model, *next(cifar.batches(views, labels, 0, RANKS, batch, SEED)))
+    batches = [cifar.batches(views, labels, rank, RANKS, batch, seed) for rank in range(RANKS)]
+    gradients = Gradients(model, *next(cifar.batches(views, labels, 0, RANKS, batch, seed)))
     steps, sent, began = epochs * len(labels) // (RANKS * batch), 0, time.perf_counter()
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = RATE * min(step / (WARMUP * steps), (steps + 1 - step) / ((1 - WARMUP) * steps), 1)
@@ -154,11 +154,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m laboratory.gpu.training", description=__doc__)
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--pictures", type=Path, metavar="FILE", help=f"{cifar.SOURCE.file}; without it, pictures of nothing")
+    parser.add_argument("--specs", type=lambda text: text.split(";"), default=SPECS, help=f"(default: {';'.join(SPECS)})")
+    parser.add_argument("--epochs", type=int, help=f"(default: {SIZES['cuda'][2]} on a GPU)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     read = cifar.decode(options.pictures.read_bytes()) if options.pictures else made_up(256, 64)
     arrays = {name: array.to(device) for name, array in read.items()}
-    _, batch, epochs = SIZES[device.type]
+    _, batch, default = SIZES[device.type]
+    epochs = options.epochs or default
     settings = {
         "model": "ResNet-9",
         "autocast": "bfloat16",
@@ -167,12 +171,12 @@ def main() -> None:
         "trained_on": len(arrays["train_y"]),
         "tested_on": len(arrays["test_y"]),
         "epochs": epochs,
-        "seeds": 1,
+        "seed": options.seed,
     }
     trainings = []
-    for spec in SPECS:
+    for spec in options.specs:
         try:
-            trainings.append({"spec": spec, **train(spec, arrays, device)})
+            trainings.append({"spec": spec, **train(spec, arrays, device, epochs, options.seed)})
         except Exception as error:  # the other specs have their turn
             trainings.append({"spec": spec, "error": f"{type(error).__name__}: {error}"})
         print(json.dumps(trainings[-1]), flush=True)

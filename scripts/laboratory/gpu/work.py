@@ -118,10 +118,10 @@ def tests_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     return [
         [
             Stage("whole-steps", partial(tests, device=device, wanted=of_steps), 110),
-            Stage("kernels", partial(tests, device=device, wanted=of_kernels, most_workers=5), 110),
-            Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=8), 110),
+            Stage("kernels", partial(tests, device=device, wanted=of_kernels, most_workers=7), 140),
+            Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=6), 110),
         ],
-        [Stage(name, partial(run_ranks, launcher=launcher, job=job), 110) for name, (launcher, job) in jobs.items()],
+        [Stage(name, partial(run_ranks, launcher=launcher, job=job), 105) for name, (launcher, job) in jobs.items()],
     ]
 
 
@@ -139,8 +139,8 @@ def steps_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     """Return the stages that train."""
     pictures = PACK / packing.PICTURES if gpu else None
     return [
-        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 80)],
-        [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 85)],
+        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 95)],
+        [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 75)],
     ]
 
 
