@@ -139,7 +139,7 @@ def steps_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     """Return the stages that train."""
     pictures = PACK / packing.PICTURES if gpu else None
     return [
-        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 95)],
+        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 90)],
         [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 75)],
     ]
 
