@@ -148,7 +148,7 @@ def test_what_readme_says_of_specs() -> None:
         (
             "blocks-text-best-rate",
             "blocks",
-            "at the best learning rate of four, [5](docs/algorithms/blocks.md#results) | {:.1f} % | {:.1f} % |",
+            "at uncompressed training's best learning rate, [5](docs/algorithms/blocks.md#results) | {:.1f} % | {:.1f} % |",
         ),
         ("shakespeare", "topk:ratio=0.01", "| {:.1f} % | {:.1f} % |"),
     ):
