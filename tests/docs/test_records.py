@@ -141,7 +141,7 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    assert f"| {own[0]:.2f} of {score:.2f} points | {own[1]:.2f} |" in README
+    assert f"| {own[0]:.2f} points of accuracy (without: {score:.2f}) | {own[1]:.2f} points |" in README
     for study, spec, said in (
         ("shakespeare-rest", "orq", "| {:.1f} % | {:.1f} % |"),
         ("blocks-text-2e3", "blocks", "| {:.2f} % of its perplexity | {:.2f} % |"),
