@@ -70,32 +70,28 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", (ROOT / "benchmarks" / "gpu.md").read_text()
 RECORD = report.read(RESULTS / "kernels-cuda-h100.json")
+NEWEST = {name: report.read(RESULTS / f"kernels-{name}cuda-h200.json") for name in ("", "layers-", "6m-")}
 
 
 def share_of(line: dict[str, Any]) -> str:
     return report.figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %")
 
 
-def test_the_page_of_gpu_times_is_that_of_its_records_and_of_the_predictions() -> None:
-    size = RECORD["settings"]["size"]
-    on_h100, on_h200 = (kernel_prediction.milliseconds(size, gpu.name) for gpu in kernel_prediction.GPUS)
-    rows = [
-        ["on 64 M entries, ms", "H100", "of the copy bandwidth", "predicted", "H200 predicted", "25.6 M, 161 layers", "6.25 M"]
-    ]
+def test_the_page_of_gpu_times_is_that_of_its_records() -> None:
+    rows = [["on 64 M entries, ms", "H100", "of the copy bandwidth", "25.6 M, 161 layers", "6.25 M"]]
     smaller = [
         {line["name"]: share_of(line) for line in report.read(RESULTS / f"kernels-{name}-cuda-h100.json")["lines"]}
         for name in ("layers", "6m")
     ]
     for line in RECORD["lines"]:
-        both = [report.figure(predicted.get(line["name"]), "{:.3f}") for predicted in (on_h100, on_h200)]
         shares = [of.get(line["name"], "-") for of in smaller]
-        rows.append([line["name"], report.milliseconds(line["ms"]["median"]), share_of(line), *both, *shares])
+        rows.append([line["name"], report.milliseconds(line["ms"]["median"]), share_of(line), *shares])
     table = report.markdown(rows)
-    assert size == 64_000_000 and table in PAGE, table
+    assert RECORD["settings"]["size"] == 64_000_000 and table in PAGE, table
 
 
 def test_the_page_of_an_h200_is_that_of_its_records_and_of_the_predictions() -> None:
-    large, *others = (report.read(RESULTS / f"kernels-{name}cuda-h200.json") for name in ("", "layers-", "6m-"))
+    large, *others = NEWEST.values()
     predicted = kernel_prediction.milliseconds(large["settings"]["size"], large["machine"]["gpu"])
     smaller = [{line["name"]: share_of(line) for line in each["lines"]} for each in others]
     rows = [["on 64 M entries, ms", "H200", "of the copy bandwidth", "predicted", "25.6 M, 161 layers", "6.25 M"]]
@@ -134,14 +130,17 @@ def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu
     assert report.markdown(rows) in PAGE, report.markdown(rows)
 
 
-def test_predictions_are_near_the_record() -> None:
-    """Shorter calls than 0.05 ms are launches alone, which vary with the machine."""
+@pytest.mark.parametrize(("name", "near"), [("", 0.1), ("layers-", 0.2), ("6m-", 0.25)])
+def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
+    """Shorter calls than 0.05 ms are launches alone, which vary with the machine. A simulation's small steps are the host's."""
     names = {case.name for case in cases.cases(cases.Arrays(10_000, torch.device("cpu")))}
     assert set(kernel_prediction.COSTS) == names - {cases.TORCH_TOPK, cases.TORCH_STEP}
-    predicted = kernel_prediction.milliseconds(RECORD["settings"]["size"], RECORD["machine"]["gpu"])
-    for line in RECORD["lines"]:
-        if line["name"] in predicted.keys() - kernel_prediction.REWRITTEN and (measured := line["ms"]["median"]) >= 0.05:
-            assert predicted[line["name"]] == pytest.approx(measured, rel=0.15), line["name"]
+    record = NEWEST[name]
+    predicted = kernel_prediction.milliseconds(record["settings"]["size"], record["machine"]["gpu"])
+    held = {case for case in predicted if not name or not case.startswith("Simulation")}
+    for line in record["lines"]:
+        if line["name"] in held and (measured := line["ms"]["median"]) >= 0.05:
+            assert predicted[line["name"]] == pytest.approx(measured, rel=near), line["name"]
 
 
 def test_a_prediction_sums_the_slowest_part_of_each_kernel() -> None:
