@@ -187,7 +187,7 @@ def test_what_which_spec_says_of_ratios() -> None:
     on_links = [f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16)]
     said = f"{ratio:.0f} becomes {on_links[0]}, {on_links[1]} and {on_links[2]} with 4, 8 and 16 hosts."
     assert said in " ".join(WHICH.split())
-    assert f"800 steps cost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points" in WHICH
+    assert f"A `ratio` of 0.0046 [lost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points]" in WHICH
     assert "8 x 25 x 3/4 / 125 = 1.2 s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
 
 
