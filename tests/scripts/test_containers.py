@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,34 @@ def test_the_job_runs_as_the_images_user_with_the_images_daemon(job: Any) -> Non
     mounted = job["spec"]["sshAuthMountPath"]
     assert (daemon["HostKey"], daemon["AuthorizedKeysFile"]) == (f"{mounted}/id_rsa", f"{mounted}/authorized_keys")
     assert daemon["PasswordAuthentication"] == daemon["KbdInteractiveAuthentication"] == "no"
+
+
+def test_the_job_asks_for_a_gpu_a_slot_and_for_shared_memory_once_its_comments_are_taken() -> None:
+    text = re.sub(r"^( *)# GPU ", r"\1", (DOCKER / "mpijob.yaml").read_text(), flags=re.MULTILINE)
+    spec = yaml.safe_load(text)["spec"]
+    pod = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    (worker,) = pod["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
+    (mount,), (volume,) = worker["volumeMounts"], pod["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"} and volume["emptyDir"] == {"medium": "Memory"}
+
+
+@pytest.mark.parametrize(
+    ("given", "list_"), [("", ""), ("native", ""), ("90", "90"), ("80-real;90a", "80,90"), ("75-virtual;86", "75,86")]
+)
+def test_horovod_is_built_for_the_gpus_of_the_extension(given: str, list_: str) -> None:
+    (command,) = re.findall(r"^RUN (archs=(?:.*\\\n)*.*)$", (DOCKER / "cuda.Dockerfile").read_text(), re.MULTILINE)
+    command = command.replace("scripts/setup --horovod && rm -rf build", "env")
+    found = subprocess.run(
+        ["sh", "-c", command],
+        env={"PATH": os.environ["PATH"], "GRADCOMP_CUDA_ARCHS": given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    variables = dict(line.split("=", 1) for line in found.stdout.splitlines())
+    assert variables.get("HOROVOD_BUILD_CUDA_CC_LIST", "") == list_ and variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert list_ or "HOROVOD_BUILD_CUDA_CC_LIST" not in variables, "Horovod reads an empty list as a number"
 
 
 def test_ssh_is_added_to_the_images_as_their_user() -> None:
