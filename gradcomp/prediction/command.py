@@ -26,7 +26,7 @@ examples:
 begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
 
 Kernels are timed on this machine, with --threads of torch: run it on a machine like the cluster's. --profile h100 has kernels
-as timed on an H100."""
+as predicted of an H100."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
-    parser.add_argument("--profile", metavar="NAME", help=f"{H100}, for kernels as timed on an H100")
+    parser.add_argument("--profile", metavar="NAME", help=f"{H100}, for kernels as predicted of an H100")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 

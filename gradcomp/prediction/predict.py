@@ -152,7 +152,7 @@ def predict(
             learns (lgc) is left out, and the prediction says so.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
-        profile: "h100", to predict with kernels that were timed on an H100 in place of this machine's.
+        profile: "h100", to predict with the kernel times of an H100 in place of this machine's.
         tell: Called with the work under way, and the share that is done.
 
     Returns:

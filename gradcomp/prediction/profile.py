@@ -37,7 +37,7 @@ class Profile(NamedTuple):
     seconds: Mapping[str, Mapping[str, Sizes]]
 
     def __str__(self) -> str:
-        return f"kernels timed on {self.machine}, as its profile says"
+        return f"kernels of {self.machine}, as its profile says"
 
     def lacks(self, spec: str, shapes: Shapes) -> bool:
         """Decide whether the profile lacks a spec or baseline of some layers."""
