@@ -224,7 +224,7 @@ def test_a_prediction_has_the_costs_of_the_profile(monkeypatch: pytest.MonkeyPat
     made = gradcomp.predict(SHAPES, 4, specs=specs, profile="machine", **TIMES)
     assert {line.spec for line in made.lines} == {"none", "stock", "bf16", "fp16", "topk:ratio=0.01", "accumulate:steps=2"}
     assert made.left_out == {"half": f"the profile of test machine has only times of {', '.join(MACHINE.seconds)}"}
-    assert "kernels timed on test machine, as its profile says" in str(made).splitlines()[2]
+    assert "kernels of test machine, as its profile says" in str(made).splitlines()[2]
     (encoding,) = {line.encoding for line in made.lines if line.spec in ("stock", "bf16")}
     assert encoding == pytest.approx(2 * (2 * 2e-4 + 2 * 1e-5 + 1_000_000 * 3e-9))  # of two buckets
 
