@@ -171,7 +171,7 @@ def test_the_scores_of_which_spec() -> None:
         )
         found.append(costs(texts.get(row, "shakespeare-rest"), "topk:ratio=0.01" if row == "topk" else row))
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
-        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
+        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9., ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
     score, _, most = costs("blocks-text-best-rate", "blocks")
     assert f"dense ends at {score:.2f}, `blocks` [at most {most:.2f} worse]" in WHICH
@@ -183,10 +183,16 @@ def test_what_which_spec_says_of_ratios() -> None:
         name: {each["spec"]: each for each in json.loads((RESULTS / f"{name}.json").read_text())["tasks"]["cifar"]["lines"]}
         for name in ("study-cifar", "study-cifar-best")
     }
-    ratio = lines["study-cifar-best"]["topk:ratio=0.01"]["compression"]
-    on_links = [f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16)]
-    said = f"{ratio:.0f} becomes {on_links[0]}, {on_links[1]} and {on_links[2]} with 4, 8 and 16 hosts."
-    assert said in " ".join(WHICH.split())
+    for spec, name in (("topk", "topk:ratio=0.01"), ("sdagc", "sdagc:density=0.01")):
+        ratio = lines["study-cifar-best"][name]["compression"]
+        on_links = ", ".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16))
+        assert re.search(rf"\| `{spec}` \| [^|]+ \| [0-9]+ to {ratio:.0f} \| {on_links} \|", WHICH), (spec, on_links)
+    simulated = scale.by_spec()
+    for spec in ("blocks", "orq"):
+        (said,) = re.findall(rf"\| `{spec}` \| [^|]+ \| ([0-9.]+) \| \1 \|", WHICH)
+        for hosts in (4, 16):
+            stock, own = (simulated[each][hosts]["interface_bytes"] for each in ("stock", spec))
+            assert float(said) == pytest.approx(stock / own, rel=0.01), (spec, hosts)
     assert f"A `ratio` of 0.0046 [lost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points]" in WHICH
     assert "8 x 25 x 3/4 / 125 = 1.2 s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
 
