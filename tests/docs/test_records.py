@@ -171,7 +171,7 @@ def test_the_scores_of_which_spec() -> None:
         )
         found.append(costs(texts.get(row, "shakespeare-rest"), "topk:ratio=0.01" if row == "topk" else row))
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
-        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9., ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
+        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
     score, _, most = costs("blocks-text-best-rate", "blocks")
     assert f"dense ends at {score:.2f}, `blocks` [at most {most:.2f} worse]" in WHICH
@@ -185,7 +185,7 @@ def test_what_which_spec_says_of_ratios() -> None:
     }
     for spec, name in (("topk", "topk:ratio=0.01"), ("sdagc", "sdagc:density=0.01")):
         ratio = lines["study-cifar-best"][name]["compression"]
-        on_links = ", ".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16))
+        on_links = " / ".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16))
         assert re.search(rf"\| `{spec}` \| [^|]+ \| [0-9]+ to {ratio:.0f} \| {on_links} \|", WHICH), (spec, on_links)
     simulated = scale.by_spec()
     for spec in ("blocks", "orq"):
