@@ -144,7 +144,7 @@ def test_what_readme_says_of_specs() -> None:
     assert f"| {own[0]:.2f} points of accuracy (without: {score:.2f}) | {own[1]:.2f} points |" in README
     for study, spec, said in (
         ("shakespeare-rest", "orq", "| {:.1f} % | {:.1f} % |"),
-        ("blocks-text-2e3", "blocks", "| {:.2f} % of its perplexity | {:.2f} % |"),
+        ("blocks-text", "blocks", "| {:.2f} % of its perplexity | {:.2f} % |"),
         (
             "blocks-text-best-rate",
             "blocks",
