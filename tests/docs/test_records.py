@@ -173,8 +173,8 @@ def test_the_scores_of_which_spec() -> None:
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
         said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
-    score, _, most = costs("blocks-text-best-rate", "blocks")
-    assert f"dense ends at {score:.2f}, `blocks` [at most {most:.2f} worse]" in WHICH
+    score, worse, most = costs("blocks-text-best-rate", "blocks")
+    assert f"dense ends at {score:.2f}, `blocks` [{-worse:.2f} better (bound: {most:.2f} worse)]" in WHICH
 
 
 def test_what_which_spec_says_of_ratios() -> None:
