@@ -174,7 +174,7 @@ def test_the_scores_of_which_spec() -> None:
         said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
     score, worse, most = costs("blocks-text-best-rate", "blocks")
-    assert f"dense ends at {score:.2f}, `blocks` [{-worse:.2f} better (bound: {most:.2f} worse)]" in WHICH
+    assert f"dense ends at {score:.2f}, and `blocks` adds [{worse:.2f} ({most:.2f})]" in WHICH
 
 
 def test_what_which_spec_says_of_ratios() -> None:
