@@ -185,11 +185,11 @@ def test_what_which_spec_says_of_ratios() -> None:
     }
     for spec, name in (("topk", "topk:ratio=0.01"), ("sdagc", "sdagc:density=0.01")):
         ratio = lines["study-cifar-best"][name]["compression"]
-        on_links = " / ".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16))
+        on_links = "/".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16))
         assert re.search(rf"\| `{spec}` \| [^|]+ \| {ratio:.0f} \| {on_links} \|", WHICH), (spec, on_links)
     simulated = scale.by_spec()
     for spec in ("blocks", "orq"):
-        (said,) = re.findall(rf"\| `{spec}` \| [^|]+ \| ([0-9.]+) \| \1 \|", WHICH)
+        (said,) = re.findall(rf"\| `{spec}` \| [^|]+ \| ([0-9.]+) \| \1/\1/\1 \|", WHICH)
         for hosts in (4, 16):
             stock, own = (simulated[each][hosts]["interface_bytes"] for each in ("stock", spec))
             assert float(said) == pytest.approx(stock / own, rel=0.01), (spec, hosts)
