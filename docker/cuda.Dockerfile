@@ -1,9 +1,9 @@
 # gradcomp and Horovod for NVIDIA GPUs, with NCCL: the stages of cpu.Dockerfile on CUDA bases. Not built in CI.
 #
 #   docker build -f docker/cuda.Dockerfile -t gradcomp-cuda .
-#   docker run --gpus all --ipc=host --ulimit memlock=-1 gradcomp-cuda
+#   docker run --gpus all --ipc=host gradcomp-cuda     # with InfiniBand: --device=/dev/infiniband --ulimit memlock=-1
 #
-# NCCL shares memory between GPUs, of which a container has 64 MB without --ipc=host, and locks it for InfiniBand.
+# NCCL shares memory between GPUs: without --ipc=host a container has 64 MB. InfiniBand needs its devices, and locked memory.
 #
 # BASE needs nvcc and NCCL's headers. Its CUDA major version must be the one TORCH was built for. RUN_BASE needs no CUDA: torch's
 # packages bring their own. NCCL and the CUDA runtime are linked into Horovod, the runtime into gradcomp.
@@ -29,20 +29,23 @@ RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} ${NUMPY}
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
 COPY scripts/setting_up scripts/setting_up
-# Horovod wants the GPUs as numbers with commas, and an empty list is none.
+# Horovod takes numbers with commas. An empty list would stop its build, so the variable is then left unset. It is the same in
+# both calls of scripts/setup, which otherwise builds Horovod again.
 RUN archs="$(printf %s "${GRADCOMP_CUDA_ARCHS}" | tr -d 'a-z-' | tr ';' ',')" \
     && env ${archs:+HOROVOD_BUILD_CUDA_CC_LIST="$archs"} HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda \
       scripts/setup --horovod && rm -rf build
 COPY . .
-RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda GRADCOMP_CUDA=ON GRADCOMP_CUDA_ARCHS="${GRADCOMP_CUDA_ARCHS}" \
+RUN archs="$(printf %s "${GRADCOMP_CUDA_ARCHS}" | tr -d 'a-z-' | tr ';' ',')" \
+    && env ${archs:+HOROVOD_BUILD_CUDA_CC_LIST="$archs"} HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda \
+      GRADCOMP_CUDA=ON GRADCOMP_CUDA_ARCHS="${GRADCOMP_CUDA_ARCHS}" \
       scripts/setup --install && rm -rf build ./*.egg-info ~/.cache
 
 FROM ${RUN_BASE} AS run
 # GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
-# The wheels need the first ones. By the others NCCL uses InfiniBand; without them it falls back to TCP and says nothing.
+# The wheels need the first three. By the others NCCL uses InfiniBand; without them it falls back to TCP and says nothing.
 RUN apt-get update && apt-get install -y --no-install-recommends \
-      python3 libgomp1 libstdc++6 ibverbs-providers libibverbs1 librdmacm1 \
+      python3 libgomp1 libstdc++6 ibverbs-providers libibverbs1 \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
 COPY --from=build /opt/venv /opt/venv

@@ -249,7 +249,7 @@ def test_images_run_as_a_user_and_fetch_nothing_that_is_not_checked() -> None:
         assert [word for word, _ in run[user:]] == ["USER", "WORKDIR", "CMD"]
         made = [given for word, given in run[:user] if word == "RUN" and run[user + 1][1] in given.split()]
         assert made and "install -d -m 1777" in made[0], f"{file.name}: the user may not write to {run[user + 1][1]}"
-    for_gpus = "ibverbs-providers libibverbs1 librdmacm1"  # of InfiniBand, which NCCL loads
+    for_gpus = "ibverbs-providers libibverbs1"  # of InfiniBand, which NCCL loads
     of_cuda = [
         (word, " ".join(given.replace("\\\n", " ").replace(for_gpus, "").split())) for word, given in runs["cuda.Dockerfile"]
     ]
