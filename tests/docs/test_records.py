@@ -80,7 +80,7 @@ def test_what_is_said_of_local_steps() -> None:
         f"`dense` with `every=30` is {above('outer', dense):.1f} % above DDP. This gap is {above('batch-8', dense):.1f} %"
         in page
     )
-    assert f"{by_width[0]:.1f} with [0.47 million" in page and f"{by_width[1]:.1f} with [1.7]" in page
+    assert f"{by_width[0]:.1f} with [0.47 million" in page and f"{by_width[1]:.1f} with [1.7 million]" in page
     assert "With `sign` and `every=32`, these two are {:.1f} and {:.1f};".format(*by_width[2:]) in page
     sent = {line["spec"]: line["compression"] for line in local_steps.lines("steps")}
     assert f"for a payload {sent[rarely] / sent[dense]:.0f} times smaller" in page
@@ -137,6 +137,11 @@ def costs(study: str, spec: str) -> tuple[float, float, float]:
     return dense["score"], own["worse_than_dense"], own["worse_at_most"]
 
 
+def seeds_of(study: str, spec: str) -> int:
+    (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
+    return len(next(each for each in task["lines"] if each["spec"] == spec)["seeds"])
+
+
 def test_what_is_said_of_a_fine_tuning() -> None:
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
@@ -147,19 +152,27 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    assert f"| {own[0]:.2f} points of accuracy (without: {score:.2f}) | {own[1]:.2f} points |" in README
-    for study, spec, said in (
-        ("shakespeare-rest", "orq", "| {:.1f} % | {:.1f} % |"),
-        ("blocks-text", "blocks", "| {:.2f} % of its perplexity | {:.2f} % |"),
+    row = f"{own[0]:.2f} points of accuracy (without: {score:.2f}) | {own[1]:.2f} points |"
+    assert f"| `topk` | a net under SGD on CIFAR-10, [12](docs/results.md#scores-and-bytes) | {row}" in README
+    rows = {
         (
-            "blocks-text-best-rate",
+            "blocks-text",
             "blocks",
-            "at uncompressed training's best learning rate, [5](docs/algorithms/blocks.md#results) | {:.1f} % | {:.1f} % |",
-        ),
-        ("shakespeare", "topk:ratio=0.01", "| {:.1f} % | {:.1f} % |"),
-    ):
+        ): "a transformer under AdamW, at a low learning rate, [{}](docs/algorithms/blocks.md#results) | {:.2f} % of its "
+        "perplexity | {:.2f} %",
+        ("shakespeare-rest", "orq"): "the same, [{}](docs/algorithms/orq.md#results) | {:.1f} % | {:.1f} %",
+        (
+            "shakespeare",
+            "topk",
+        ): "the same, [{}](docs/results.md#scores-and-bytes); expect no lead at a better rate | {:.1f} % | {:.1f} %",
+        ("blocks-text-best-rate", "blocks"): "the transformer, twice as long, at uncompressed training's best learning rate, "
+        "[{}](docs/algorithms/blocks.md#results) | {:.1f} % | {:.1f} %",
+    }
+    for (study, name), said in rows.items():
+        spec = "topk:ratio=0.01" if name == "topk" else name
         score, *own = costs(study, spec)
-        assert said.format(*(100 * each / score for each in own)) in README, spec
+        seeds = seeds_of(study, spec)
+        assert f"| `{name}` | {said.format(seeds, *(100 * each / score for each in own))} |" in README, (study, spec)
     assert (
         line("cifar-large", 4, "10gbit", "topk")["over"]["stock"]["at_most"] > 1
         and "10 Gbit/s gain little or nothing" in README
