@@ -100,6 +100,16 @@ def test_what_is_said_of_local_steps() -> None:
     assert len(outer) == 5 and "local:30/0.9/0.7/dense" in [line["spec"] for line in outer[:2]]
 
 
+def test_what_local_steps_lose_on_pictures_at_the_best_rates() -> None:
+    page = " ".join(local_steps.PAGE.read_text().split())
+    best: dict[str, float] = {}
+    for name in ("cifar", "cifar-rate-0-05", "cifar-rate-0-2"):
+        for line in local_steps.lines(name):
+            best[line["spec"]] = max(best.get(line["spec"], 0.0), line["scores"][line["seeds"].index(0)])
+    dense, sign = (best["dense"] - best[f"local:{way}"] for way in ("30/0.9/0.7/dense", "10/0.9/0.7/sign"))
+    assert f"`dense` with `every=30` is {dense:.1f} points below DDP, `sign` with `every=10` {sign:.1f}." in page
+
+
 def test_the_time_of_local_steps_on_a_slow_link() -> None:
     page = " ".join(local_steps.PAGE.read_text().split())
     (run,) = json.loads((RESULTS / "train-local-10mbit.json").read_text())["runs"]
