@@ -56,7 +56,7 @@ def test_a_chart_shows_what_loses() -> None:
 
 
 def test_the_caveat_comes_first() -> None:
-    assert FLAT.index("share one machine of two cores") < PAGE.index("![") < PAGE.index("|---")
+    assert FLAT.index("emulated hosts that share two cores") < PAGE.index("![") < PAGE.index("|---")
     ratio = study("study-cifar-best")["topk:ratio=0.01"]["compression"]
     on_links = [f"{2 * ratio / hosts:.0f}" for hosts in (4, 8, 16)]
     assert f"{ratio:.0f} x is {on_links[0]}, {on_links[1]} and {on_links[2]} x for 4, 8 and 16 hosts" in FLAT
