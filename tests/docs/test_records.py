@@ -175,7 +175,8 @@ def test_what_readme_says_of_specs() -> None:
         (
             "shakespeare",
             "topk",
-        ): "the same, [{}](docs/results.md#scores-and-bytes); expect no lead at a better rate | {:.1f} % | {:.1f} %",
+        ): "the same, [{}](docs/results.md#scores-and-bytes); at a better learning rate, do not expect it to end "
+        "ahead | {:.1f} % | {:.1f} %",
         ("blocks-text-best-rate", "blocks"): "the transformer, twice as long, at uncompressed training's best learning rate, "
         "[{}](docs/algorithms/blocks.md#results) | {:.1f} % | {:.1f} %",
     }
