@@ -180,6 +180,8 @@ def test_what_readme_says_of_specs() -> None:
         score, *own = costs(study, spec)
         seeds = seeds_of(study, spec)
         assert f"| `{name}` | {said.format(seeds, *(100 * each / score for each in own))} |" in README, (study, spec)
+    score, worse, _ = costs("shakespeare", "topk:ratio=0.01")
+    assert f"`topk` ended ahead ({100 * worse / score:.1f} %) at a low learning rate" in README
     assert (
         line("cifar-large", 4, "10gbit", "topk")["over"]["stock"]["at_most"] > 1
         and "10 Gbit/s gain little or nothing" in README
