@@ -163,7 +163,7 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    row = f"{own[0]:.2f} points of accuracy lost (without: {score:.2f}) | {own[1]:.2f} points |"
+    row = f"{-own[0]:.2f} points of accuracy better (without: {score:.2f} %) | {own[1]:.2f} points worse |"
     assert f"| `topk` | a net under SGD on CIFAR-10, [12](docs/results.md#scores-and-bytes) | {row}" in README
     of_blocks, best = "[{}](docs/algorithms/blocks.md#results)", "twice as long, at uncompressed training's best learning rate"
     rows = {
