@@ -64,6 +64,12 @@ STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
         },
     ),
     (
+        "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
+        "study-cifar-converged",
+        False,
+        {"sdagc 0.42 %": "sdagc:density=0.0042", "topk": "topk:ratio=0.01"},
+    ),
+    (
         "Text, AdamW, 3 seeds (blocks: 5): % above dense's {:.2f}",
         "study-shakespeare-rest",
         True,

@@ -153,6 +153,17 @@ def seeds_of(study: str, spec: str) -> int:
     return len(next(each for each in task["lines"] if each["spec"] == spec)["seeds"])
 
 
+def test_what_is_said_of_thirty_epochs() -> None:
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    (dense, worse, most), (_, *topk) = (costs("cifar-converged", spec) for spec in ("sdagc:density=0.0042", "topk:ratio=0.01"))
+    (task,) = json.loads((RESULTS / "study-cifar-converged.json").read_text())["tasks"].values()
+    ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("sdagc"))
+    said = f"{ratio:.0f} x costs it {worse:.1f} of {dense:.1f} points (at most {most:.1f})"
+    assert f"{said}, and `topk` {topk[0]:.1f} ({topk[1]:.1f})." in page
+    row = f"{topk[0]:.2f} points of accuracy (without: {dense:.2f} %) | {topk[1]:.2f} points |"
+    assert f"| `topk` | a wider net for 30 epochs, [3](docs/results.md#scores-and-bytes) | {row}" in README
+
+
 def test_what_is_said_of_a_fine_tuning() -> None:
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
