@@ -233,7 +233,7 @@ def test_what_which_spec_says_of_ratios() -> None:
             stock, own = (simulated[each][hosts]["interface_bytes"] for each in ("stock", spec))
             assert float(said) == pytest.approx(stock / own, rel=0.01), (spec, hosts)
     assert f"A `ratio` of 0.0046 [lost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points]" in WHICH
-    assert "8 x 25 x 3/4 / 125 = 1.2 s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
+    assert "8 x 25 x 3/4 / 1250 = 0.12 s" in WHICH and 8 * 25e6 * 3 / 4 / 1250e6 == 0.12
 
 
 def test_what_the_results_say_of_single_steps() -> None:
