@@ -160,7 +160,7 @@ def test_what_is_said_of_thirty_epochs() -> None:
     ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("sdagc"))
     said = f"{ratio:.0f} x costs it {worse:.1f} of {dense:.1f} points (at most {most:.1f})"
     assert f"{said}, and `topk` {topk[0]:.1f} ({topk[1]:.1f})." in page
-    row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right, without {dense:.2f}) | {topk[1]:.2f} points |"
+    row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
     assert f"| `topk` | a wider net for 30 epochs, [3](docs/results.md#scores-and-bytes) | {row}" in README
 
 
@@ -174,7 +174,7 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    row = f"{own[0]:.2f} points ({score - own[0]:.2f} % right, without {score:.2f}) | {own[1]:.2f} points |"
+    row = f"{own[0]:.2f} points ({score - own[0]:.2f} % right; uncompressed: {score:.2f}) | {own[1]:.2f} points |"
     assert f"| `topk` | a net under SGD on CIFAR-10, [12](docs/results.md#scores-and-bytes) | {row}" in README
     of_blocks, best = "[{}](docs/algorithms/blocks.md#results)", "twice as long, at uncompressed training's best learning rate"
     rows = {
