@@ -176,7 +176,10 @@ def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
     row = f"{own[0]:.2f} points ({score - own[0]:.2f} % right; uncompressed: {score:.2f}) | {own[1]:.2f} points |"
     assert f"| `topk` | a net under SGD on CIFAR-10, [12](docs/results.md#scores-and-bytes) | {row}" in README
-    of_blocks, best = "[{}](docs/algorithms/blocks.md#results)", "twice as long, at uncompressed training's best learning rate"
+    of_blocks, best = (
+        "[{}](docs/algorithms/blocks.md#results)",
+        "trained twice as long, at uncompressed training's best learning rate",
+    )
     rows = {
         (
             "blocks-text",
