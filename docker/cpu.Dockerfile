@@ -3,8 +3,8 @@
 #   docker build -f docker/cpu.Dockerfile -t gradcomp-cpu .
 #   docker run gradcomp-cpu
 #
-# buildah replaces the Docker engine, as root: docs/decisions/building.md has the commands. Horovod crashes where the container's host name does
-# not resolve. Docker makes it resolve; buildah needs --hostname localhost.
+# buildah replaces the Docker engine, as root: docs/decisions/building.md has the commands. Horovod crashes where the container's
+# host name does not resolve. Docker makes it resolve; buildah needs --hostname localhost.
 #
 # BASE is any Debian or Ubuntu with Python 3.10 or newer; a base made by debootstrap will do. TORCH holds pip's arguments. The CPU
 # build is a fifth of the default's size (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). Python 3.10 needs

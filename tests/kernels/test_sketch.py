@@ -171,9 +171,8 @@ def test_few_estimates_are_computed(
         extension.native.heaviest(table, rows, k, n, 0, parts, indices, estimates, scratch, **extension.queue(table))
         sources, listed = scratch[2:4].tolist()  # of the choice, which the scratch begins with
         own = sum(1 for i in range(0, n, BLOCK) if i // BLOCK % parts == 0)
-        misses = kind == "zeros" or (
-            kind == "apart" and n > 1 << 20
-        )  # the line to the threshold ends above the largest entries
+        # In "apart", the line to the threshold ends above the largest entries if few of many are wanted.
+        misses = kind == "zeros" or (kind == "apart" and n > 1 << 20)
         assert listed == (not misses) and (k <= sources <= max(4096, 4 * size) if listed else sources > own * 512)
 
 

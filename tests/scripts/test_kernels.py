@@ -155,7 +155,7 @@ def test_the_profile_of_an_h100_has_the_predicted_kernels() -> None:
     k, seconds = kernel_prediction, report.read(ROOT / "gradcomp" / "prediction" / "h100.json")["seconds"]
 
     def of(*kernels: Kernel) -> float:
-        return sum(max(each.memory / k.H100.copy, 1e-12 * each.computing) for each in kernels)
+        return Cost(kernels, launches=0).seconds(1, k.H100)
 
     found = {spec: {role: sizes["entry"] for role, sizes in of_spec.items()} for spec, of_spec in seconds.items()}
     for spec, find, round_, add in (
