@@ -196,6 +196,15 @@ def test_real_ranks_lose_what_simulated_ones_do(door: str, way: str, clip: float
 
 
 @pytest.mark.slow
+def test_powersgd_is_dense_before_its_start(tmp_path: Path) -> None:
+    small = TASKS["mlp"].defaults._replace(steps=7, batch=2, width=32)
+    found = measured.perform(Training("mlp", "powersgd:rank=1,start=4", 0, 2, small, ways.DDP), Lab("a test", tmp_path))
+    dense, *rest = found["sent"]
+    assert dense == 4 * found["parameters"]
+    assert rest[:2] == [dense, dense] and rest[-3:] == [rest[-1]] * 3 and rest[-1] < dense / 3
+
+
+@pytest.mark.slow
 def test_an_emulated_host_counts_what_its_interface_sends(tmp_path: Path) -> None:
     """A ring of two ranks sends a gradient once: half of it in either direction, twice."""
     need_cluster()
@@ -237,6 +246,7 @@ def test_hosts_train_through_fsdp2_and_blocks_moves_18_hundredths_of_what_it_nee
     [
         ("powersgd", "write for example powersgd:rank=4"),
         ("powersgd:rank=0", "write for example powersgd:rank=4"),
+        ("powersgd:rank=4,start=1", "write for example powersgd:rank=4"),
         ("none:ratio=1", "write for example none"),
         ("tpk", "did you mean 'topk'.*beside gradcomp's specs: none, stock"),
         ("auto:loss=much", "loss"),

@@ -62,7 +62,7 @@ class Door:
             state = powerSGD_hook.PowerSGDState(
                 dist.group.WORLD,
                 matrix_approximation_rank=int(number),
-                start_powerSGD_iter=ways.POWERSGD_FROM,
+                start_powerSGD_iter=ways.powersgd_from(way),
                 random_seed=seed,
             )
         if clip or name != "stock":

@@ -25,7 +25,7 @@ SIMULATED = "simulated"
 # Local steps: every, outer rate, outer momentum, and the spec of the exchange.
 LOCAL = re.compile(r"local:([1-9]\d*)/(\d[\d.]*)/(0[\d.]*)/(.+)")
 
-# PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
+# PowerSGD's hook compresses from this step on, if no other is given. It refuses a lower one with error feedback.
 POWERSGD_FROM = 2
 
 
@@ -48,7 +48,12 @@ OTHERS = {
         "bf16:steps=4",
         r"(?::steps=([1-9]\d*))?",
     ),
-    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r":rank=([1-9]\d*)"),
+    "powersgd": Other(
+        (DDP,),
+        "DDP's hook; start=200 is dense in the steps before, as its authors advise for a tenth of a training",
+        "powersgd:rank=4",
+        r":rank=([1-9]\d*)(?:,start=(?:[2-9]|[1-9]\d+))?",
+    ),
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
 }
 
@@ -81,6 +86,12 @@ def other(way: str) -> tuple[str, float] | None:
     if not (found := re.fullmatch(name + OTHERS[name].knob, way)):
         raise ValueError(f"{way!r} is not a way to exchange gradients; write for example {OTHERS[name].example}")
     return name, float(found[found.lastindex]) if found.lastindex else 1.0
+
+
+def powersgd_from(way: str) -> int:
+    """Return the step from which a way of PowerSGD compresses."""
+    found = re.search(r",start=(\d+)$", way)
+    return int(found[1]) if found else POWERSGD_FROM
 
 
 def is_spec(way: str) -> bool:
