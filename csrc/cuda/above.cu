@@ -4,7 +4,7 @@
 //   take_or_list         moves all entries that pass out, if the capacity is enough, and the other kernels return at once;
 //                        otherwise lists them in order, if they are not too many; a histogram of their keys' leading 11 bits
 //   count_digits         the next digit of the key of the last entry within the capacity, from the list
-//   count_last_digits, count_taken, take_chosen   as in device_largest.cuh
+//   count_last_digits, count_taken, take_chosen   as in topk.cu
 //
 // The last five read all entries if those that pass are too many for the list. Six launches and one memset. Bytes an entry of
 // the bucket: 4.3, or 0.5 where peaks leave a tenth of the lines; 24 for a taken one, or about 60 for a listed one; 24 without
@@ -124,9 +124,9 @@ void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan
   const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
   const unsigned tiles = blocks_for(n, kTile);
   const ResidualReader reader = {residual.data};
-  const MovingHand hand = {residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)},
-                           values.data,   indices.data,
-                           flag.data,     header.data};
+  const MovingHand hand = {
+      residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)}, capacity, values.data, indices.data, flag.data,
+      header.data};
   const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
   const auto count_second = count_digits<ResidualReader, Passing>;
 

@@ -43,8 +43,9 @@ struct Choice {
 // The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
-  uint32_t* tickets = nullptr;   // of six kernels: first digits, bits or list, next digits twice, taken, heaviest's sample
+  uint32_t* tickets = nullptr;   // of six kernels: first digits, bits or list, next digits twice, taken, peaks or sample
   uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones; of NaN among heaviest's cells
+  uint32_t* peak_counts = nullptr;
   uint32_t* first_counts = nullptr;
   uint32_t* next_counts = nullptr;  // of two passes
   uint32_t* bits = nullptr;         // of every entry: 1 for one that passes
@@ -74,6 +75,7 @@ struct Plan {
     choice = reinterpret_cast<Choice*>(part(sizeof(Choice) / sizeof(uint32_t)));
     tickets = part(6);
     counters = part(3);
+    peak_counts = part(has_bits ? 0 : kFirstDigits);
     first_counts = part(kFirstDigits);
     next_counts = part(2 * kNextDigits);
     zeroed = words;

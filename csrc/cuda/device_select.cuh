@@ -18,12 +18,19 @@
 //           take(place, index, x) hands one over.
 #pragma once
 
+#include "../math.h"
 #include "block.cuh"
 #include "device_plan.cuh"
 #include "launch.cuh"
 #include "thread_four.cuh"
 
 namespace gradcomp::cuda {
+
+// The key of an entry that any magnitude may have.
+struct Magnitude {
+  __device__ __forceinline__ Magnitude over(uint32_t, uint32_t) const { return *this; }
+  __device__ __forceinline__ uint32_t operator()(float x, uint32_t) const { return magnitude_key(x); }
+};
 
 // This thread's four entries in a row of a small tile. All threads of the block must construct theirs together.
 template <class Reader, class Key>

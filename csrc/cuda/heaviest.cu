@@ -6,7 +6,7 @@
 //   mark_reaching        a bit for each entry of which most cells reach the threshold with one sign: so does their median
 //   list_reaching        these entries and their estimates, a tile's in order; a histogram of the leading bits
 //   count_digits         the second digit of the k-th key, from the list
-//   count_last_digits, count_taken, take_chosen   as in device_largest.cuh
+//   count_last_digits, count_taken, take_chosen   as in topk.cu
 //
 // The last five compute the estimates of all entries if those marked are fewer than k, or too many for the list, or if a cell
 // is NaN. Eight launches and one memset. Bytes: the table once, 4 bytes an entry and row of its bits for 16 entries, which the
@@ -15,7 +15,7 @@
 
 #include "../math_sketch.h"
 #include "../ops.h"
-#include "device_largest.cuh"
+#include "device_select.cuh"
 
 namespace gradcomp::cuda {
 namespace {

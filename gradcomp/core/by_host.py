@@ -214,7 +214,7 @@ class ShardState:
             if inner.traits.moments:
                 layers = len(self.shard_layout.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
-            self.peaks = kernels.peaks(self.length, self.layout.device, inner.traits.moments) if inner.traits.sparse else None
+            self.peaks = kernels.peaks(self.length, self.layout.device) if inner.traits.sparse else None
         self._restore(inner)
 
     def forget(self) -> None:

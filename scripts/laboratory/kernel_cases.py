@@ -126,11 +126,6 @@ def passes(arrays: Arrays) -> list[Case]:
     ]
 
 
-def take_reads(arrays: Arrays, measured: bool = False) -> int:
-    """Return the bytes an entry that a take reads: nearly none where it has peaks. measured: it is one above thresholds."""
-    return 4 if kernels.peaks(1, arrays.device, measured) is None else 0
-
-
 def sparse(arrays: Arrays) -> list[Case]:
     """Return the kernels around top-k."""
     n, k, flag, memory = arrays.n, arrays.k, arrays.flag, arrays.memory
@@ -138,7 +133,7 @@ def sparse(arrays: Arrays) -> list[Case]:
     taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
     entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
-    peaks, sent = kernels.peaks(n, arrays.device, measured=False), arrays.sent()
+    peaks, sent = kernels.peaks(n, arrays.device), arrays.sent()
 
     def feedback(i: int) -> None:
         kernels.accumulate(arrays.grads(i), plain, None, flag, peaks=peaks)
@@ -154,8 +149,8 @@ def sparse(arrays: Arrays) -> list[Case]:
 
     return [
         Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
-        Case(FEEDBACK, feedback, (12 + take_reads(arrays)) * n),
-        Case(f"{FEEDBACK}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
+        Case(FEEDBACK, feedback, 12 * n),
+        Case(f"{FEEDBACK}, momentum", with_momentum, 20 * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
         Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
         Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
@@ -194,8 +189,8 @@ def above(arrays: Arrays) -> list[Case]:
 
     pack(0)
     return [
-        Case(SDAGC, plain, (12 + take_reads(arrays, True)) * n),
-        Case(f"{SDAGC}, momentum", with_momentum, (20 + take_reads(arrays, True)) * n),
+        Case(SDAGC, plain, 12 * n),
+        Case(f"{SDAGC}, momentum", with_momentum, 20 * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
         Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),
@@ -296,8 +291,8 @@ def steps(arrays: Arrays) -> list[Case]:
     shapes = {f"layer{i}": (size,) for i, size in enumerate(arrays.sizes)}
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
-        (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
-        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays, True)) * arrays.n),
+        (SIMULATED, f"topk:ratio={RATIO}", 16 * arrays.n),
+        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", 16 * arrays.n),
         (BLOCKS_SIMULATED, "blocks", None),
         ("Simulation step, dense", "dense", None),
     ]

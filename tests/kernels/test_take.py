@@ -8,22 +8,24 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from payload_arrays import flag_on, to_take
+from payload_arrays import flag_on, peaks_of, to_take
 from torch import Tensor
 
 from gradcomp.native import extension, kernels
 
 
-def check_topk(residual: Tensor, k: int) -> None:
-    before, taken = residual.clone(), to_take(k, residual.device)
-    kernels.take_topk(residual, k, **taken)
-    wanted = reference.topk(before, k)
-    assert torch.equal(taken["indices"].long(), wanted)
-    assert reference.same(taken["values"], before[wanted])
-    assert taken["header"].tolist() == [k, 0]
+def check_topk(before: Tensor, k: int) -> None:
+    """Take with no peaks, with those of the entries, and with unknown ones."""
+    wanted, unknown = reference.topk(before, k), kernels.peaks(len(before), before.device)
     left = before.clone()
     left[wanted] = 0
-    assert reference.same(residual, left)
+    for peaks in (None, peaks_of(before), unknown):
+        residual, taken = before.clone(), to_take(k, before.device)
+        kernels.take_topk(residual, k, **taken, peaks=peaks)
+        assert torch.equal(taken["indices"].long(), wanted)
+        assert reference.same(taken["values"], before[wanted])
+        assert taken["header"].tolist() == [k, 0]
+        assert reference.same(residual, left)
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
@@ -44,6 +46,7 @@ def test_topk_in_clusters(device: torch.device) -> None:
     residual = torch.randn(100_000, device=device) * 1e-3
     residual[50_000:50_900] += 5
     check_topk(residual, 1000)
+    check_topk(residual, 800)
 
 
 @pytest.mark.parametrize("n, count, steps", gradients.CLOSE)
@@ -98,8 +101,7 @@ def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> No
     residual = torch.zeros(100 * len(grads))
     peaks = kernels.peaks(len(residual), residual.device)
     kernels.accumulate(grads, residual, None, flag_on(residual.device), peaks=peaks)
-    assert peaks is not None and (peaks == extension.UNKNOWN_PEAK).all()
+    assert (peaks == extension.UNKNOWN_PEAK).all()
     wanted, taken = reference.topk(residual, 77), to_take(77)
     kernels.take_topk(residual, 77, **taken, peaks=peaks)
     assert torch.equal(taken["indices"].long(), wanted)
-    assert kernels.peaks(100, torch.device("meta"), measured=False) is None  # a GPU finds those of a top-k itself

@@ -130,6 +130,10 @@ def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu
     assert report.markdown(rows) in PAGE, report.markdown(rows)
 
 
+# Cases whose kernels have been rewritten since the newest record. They are predicted to be faster.
+REWRITTEN = (cases.FEEDBACK, f"{cases.FEEDBACK}, momentum", cases.SIMULATED)
+
+
 @pytest.mark.parametrize(("name", "near"), [("", 0.1), ("layers-", 0.2), ("6m-", 0.25)])
 def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
     """Shorter calls than 0.05 ms are launches alone, which vary with the machine. A simulation's small steps are the host's."""
@@ -139,7 +143,11 @@ def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
     predicted = kernel_prediction.milliseconds(record["settings"]["size"], record["machine"]["gpu"])
     held = {case for case in predicted if not name or not case.startswith("Simulation")}
     for line in record["lines"]:
-        if line["name"] in held and (measured := line["ms"]["median"]) >= 0.05:
+        if line["name"] not in held or (measured := line["ms"]["median"]) < 0.05:
+            continue
+        if line["name"] in REWRITTEN:
+            assert predicted[line["name"]] < measured, line["name"]
+        else:
             assert predicted[line["name"]] == pytest.approx(measured, rel=near), line["name"]
 
 
@@ -173,8 +181,8 @@ def test_the_profile_of_an_h100_has_the_predicted_kernels() -> None:
         }
         assert found[spec] == pytest.approx(wanted, rel=2e-3), spec
     for spec, taken, ratio in (
-        ("topk", (k.ADD, k.DIGITS, k.CANDIDATES), 0.01),
-        ("topk:ratio=0.001", (k.ADD, k.DIGITS, k.CANDIDATES), 0.001),
+        ("topk", (k.ADD, *k.TAKE), 0.01),
+        ("topk:ratio=0.001", (k.ADD, *k.TAKE_BY_PEAKS), 0.001),
         ("sdagc", (k.MEASURE, *k.TAKE_MEASURED), 0.01),
     ):
         assert found[spec]["start>gather"] == pytest.approx(of(*taken, Kernel(28 * ratio)), rel=2e-3), spec
@@ -228,7 +236,7 @@ def test_no_kernel_needs_more_than_it_is_allowed() -> None:
     written = {
         name
         for file in (ROOT / "csrc" / "cuda").iterdir()
-        for name in re.findall(r"__global__ void (?:__launch_bounds__\([\w<>, ]+\))?\s*(\w+)\(", file.read_text())
+        for name in re.findall(r"__global__ void (?:__launch_bounds__\([\w<>:, ]+\))?\s*(\w+)\(", file.read_text())
     }
     assert kernels == written
     assert resources.exceeded(uses) == []

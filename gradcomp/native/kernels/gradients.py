@@ -149,13 +149,8 @@ def accumulate(
         flag[:] = flags.max()
 
 
-def peaks(n: int, device: torch.device, measured: bool = True) -> Tensor | None:
-    """Make the peaks of n entries, which accumulate fills and takes read. Return None where they read all entries anyway.
-
-    measured: takes are those above thresholds. A GPU's others find the peaks themselves.
-    """
-    if not measured and (device.type != "cpu" or not extension.native.built_with_cpu):
-        return None
+def peaks(n: int, device: torch.device) -> Tensor:
+    """Make the peaks of n entries, which accumulate fills and takes read."""
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 
