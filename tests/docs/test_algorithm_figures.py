@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGES, RECORDS = ROOT / "docs" / "algorithms", ROOT / "benchmarks" / "results"
 
-# The trainings in a table of scores, and their records: studies, or courses of one seed.
+# The trainings in a table of scores, and their records.
 STUDIES = {
     "pictures, SGD with momentum, 12 seeds": ["study-cifar-best"],
     "the same, 3 seeds": ["study-cifar"],
