@@ -116,6 +116,14 @@ def test_what_the_page_says_of_ways_beside_torchs_hook() -> None:
     )
 
 
+def test_what_the_page_says_of_the_search_for_levels() -> None:
+    k, counters = kernel_prediction, report.read(RESULTS / "counters-h100.json")
+    before = [round(launch["us"]) for launch in counters["launches"] if launch["kernel"].startswith("find")][:3]
+    now = [round(kernel.computing * counters["settings"]["size"] * 1e-6) for kernel in (k.FIND_3, k.FIND_5, k.FIND_9)]
+    said = "{}, {} and {} us for 16.8 million entries with three, five and nine levels, where the H100 took {}, {} and {}:"
+    assert said.format(*now, *before) in " ".join(PAGE.split())
+
+
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu: str) -> None:
     rows = [["way", "optimizer", "bucket MB", "step ms", "GPU ms", "own kernels ms", "own launches"]]
