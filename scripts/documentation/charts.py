@@ -78,15 +78,18 @@ class Sheet:
         return "\n".join([head, f"<style>\n{STYLE}\n</style>", card, *self.parts, "</svg>"]) + "\n"
 
 
-def bars(sheet: Sheet, rows: Sequence[tuple[str, bool, Sequence[Bar]]]) -> None:
-    """Draw rows of one bar a column, all to one scale. A row has a name, and says whether it is gradcomp's."""
+def bars(sheet: Sheet, rows: Sequence[tuple[str, bool, Sequence[Bar]]], words: float = 48) -> None:
+    """Draw rows of one bar a column, all to one scale. A row has a name, and says whether it is gradcomp's.
+
+    words: the room of the words beside a bar.
+    """
     longest = max(bar.length or 0 for _, _, columns in rows for bar in columns)
     place = (WIDTH - MARGIN - NAME) / max(len(columns) for _, _, columns in rows)
     for name, ours, columns in rows:
         sheet.text(MARGIN, name, "bold" if ours else "")
         for at, bar in enumerate(columns):
             left = NAME + at * place
-            width = (place - 48) * (bar.length or 0) / longest
+            width = (place - words) * (bar.length or 0) / longest
             if bar.length is not None:
                 sheet.bar(left, width, "ours" if ours else "other")
             sheet.text(left + (width + 4 if bar.length is not None else 0), bar.words, "" if bar.length else "muted")

@@ -10,10 +10,10 @@ from typing import Any
 
 from documentation import step_times
 from documentation.charts import Bar, Bounded, Sheet, bars, bounds
-from laboratory.commands.accuracy import DOORS, RECORDS, figures, launched
+from laboratory.commands.accuracy import DOORS, RECORDS, launched
+from laboratory.harness.ways import powersgd_from
 from laboratory.machine import ROOT
 from laboratory.report import filled, read
-from laboratory.tasks.table import TASKS
 
 PAGE, CHARTS, RESULTS = ROOT / "docs" / "results.md", ROOT / "docs" / "charts", ROOT / "benchmarks" / "results"
 HOSTS = 4
@@ -33,6 +33,21 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "topk": ("topk", "topk"),
     "orq, 9 levels": ("orq:levels=9,momentum=0",) * 2,
     "auto": ("auto", "auto"),
+}
+
+# The trainings whose steps are set beside step times. Rows: how the spec that trained begins, and the way of DDP's and of
+# Horovod's steps.
+RACES = {
+    "cifar-large": ("study-cifar-large",),
+    "shakespeare": ("study-shakespeare-rest", "study-shakespeare"),
+}
+RACERS = {
+    "stock": ("dense", "stock", "stock"),
+    "bf16": ("bf16", "bf16", ""),
+    "PowerSGD 4": ("powersgd:rank=4,start", "powersgd:rank=4", ""),
+    "topk": ("topk:ratio=0.01", "topk", "topk"),
+    "sdagc": ("sdagc", "sdagc", "sdagc"),
+    "orq, 9 levels": ("orq:levels=9", *ROWS["orq, 9 levels"]),
 }
 
 # The trainings of a chart of scores: a heading, the record, whether differences are a share of the score, and the specs.
@@ -55,8 +70,6 @@ STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
         False,
         {
             "bf16": "bf16",
-            "PowerSGD 4": "powersgd:rank=4",
-            "PowerSGD 1": "powersgd:rank=1",
             "sdagc 0.42 %": "sdagc:density=0.0042",
             "topk 0.46 %": "topk:ratio=0.0046",
             "topk 0.18 %": "topk:ratio=0.0018",
@@ -67,7 +80,7 @@ STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
         "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
         "study-cifar-converged",
         False,
-        {"sdagc 0.42 %": "sdagc:density=0.0042", "topk": "topk:ratio=0.01"},
+        {"sdagc 0.42 %": "sdagc:density=0.0042", "topk": "topk:ratio=0.01", "orq": "orq", "blocks": "blocks"},
     ),
     (
         "Text, AdamW, 3 seeds (blocks: 5): % above dense's {:.2f}",
@@ -77,7 +90,6 @@ STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
             "bf16": "bf16",
             "orq, 9 levels": "orq:levels=9",
             "orq": "orq",
-            "PowerSGD 4": "powersgd:rank=4",
             "bingrad": "bingrad",
             "sdagc": "sdagc",
         },
@@ -134,42 +146,50 @@ def taken(line: Mapping[str, Any] | None) -> Bar:
 
 
 def seconds() -> str:
-    """Draw the seconds until a training has nearly dense's final score."""
-    sheet = Sheet("Seconds until a training has nearly dense's score, by link, under DDP and under Horovod")
+    """Draw the seconds until the loss of a training is down at dense's, from its steps over the seeds and a step's time."""
+    sheet = Sheet("Seconds until a training's loss is down at dense's, by link, under DDP and under Horovod")
     for task, about in CLUSTERS.items():
-        found = figures(task, RECORDS)
-        clusters = {(of["hosts"], of["rate"]): of["lines"] for of in found["clusters"]}
-        score = "accuracy of {:.1f} %" if TASKS[task].higher_is_better else "perplexity of {:.2f}"
-        sheet.heading(f"{about}: s to a{'n' * score.startswith('a')} {score.format(found['goal'])}")
+        lines = [line for name in RACES[task] for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]]
+        by_spec = {line["spec"]: line for line in lines}
+        every = {door: launched(RECORDS, task, door) for door in DOORS}
+        sheet.heading(f"{about}: s until the loss is dense's")
         for rate, link in LINKS.items():
-            lines = {(line["door"], line["way"]): line for line in clusters[HOSTS, rate]}
-            rows = [
-                (name, [reached(lines.get((door, way))) for door, way in zip(DOORS, ways, strict=True)])
-                for name, ways in ROWS.items()
-                if name != "no exchange"
-            ]
-            block(sheet, link, rows)
+            ms = {door: {line["way"]: line["ms"]["median"] for line in of[HOSTS, rate]["lines"]} for door, of in every.items()}
+            rows = []
+            for name, (spec, *ways) in RACERS.items():
+                line = next((by_spec[own] for own in by_spec if own.startswith(spec)), None)
+                if line is not None:
+                    columns = [needed(line, ms[door], way) for door, way in zip(DOORS, ways, strict=True)]
+                    rows.append((name, columns))
+            block(sheet, link, rows, words=66)
     return sheet.svg()
 
 
-def reached(line: Mapping[str, Any] | None) -> Bar:
-    """Return a way's seconds, or the score at which it ends."""
-    if line is None:
+def needed(line: Mapping[str, Any], ms: Mapping[str, float], way: str) -> Bar:
+    """Return the seconds that a way's steps take, and their bound over the seeds, or that they never get there."""
+    if way not in ms:
         return Bar(None, "")
-    if line["seconds"] is None:
-        return Bar(None, f"never ({line['score']:.1f})")
-    return Bar(line["seconds"], f"{line['seconds']:,.0f}")
+    if line["steps_to_loss"] is None:
+        return Bar(None, "never")
+    late = powersgd_from(line["spec"]) if way.startswith("powersgd") else 0  # the steps before are dense
+    first = late * (ms["stock"] - ms[way]) / 1000
+    found = first + line["steps_to_loss"] * ms[way] / 1000
+    if line["spec"] == "dense":
+        return Bar(found, f"{found:,.0f}")
+    steps = line["steps_to_loss"] / line["times_the_steps"]  # after which dense's loss is the goal
+    most = line["times_at_most"] and first + line["times_at_most"] * steps * ms[way] / 1000
+    return Bar(found, f"{found:,.0f} (\N{LESS-THAN OR EQUAL TO} {most:,.0f})" if most else f"{found:,.0f} (no bound)")
 
 
-def block(sheet: Sheet, link: str, rows: list[tuple[str, list[Bar]]]) -> None:
-    """Draw the rows of one link, which share a scale."""
+def block(sheet: Sheet, link: str, rows: list[tuple[str, list[Bar]]], words: float = 48) -> None:
+    """Draw the rows of one link, which share a scale. words: their room beside a bar."""
     sheet.height += 6
     sheet.text(8, f"{HOSTS} hosts, {link}", "muted")
     for at, door in enumerate(DOORS.values()):
         sheet.text(112 + at * 140, door, "muted")
     sheet.height += 16
-    ours = ("topk", "orq, 9 levels", "auto")
-    bars(sheet, [(name, name in ours, columns) for name, columns in rows])
+    ours = ("topk", "sdagc", "orq, 9 levels", "auto")
+    bars(sheet, [(name, name in ours, columns) for name, columns in rows], words)
 
 
 def charts() -> Iterator[tuple[str, str]]:

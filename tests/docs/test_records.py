@@ -60,7 +60,7 @@ def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
     assert local_steps.CHART.read_text() == local_steps.chart(), "run PYTHONPATH=scripts python -m documentation.local_steps"
 
 
-STUDIES = " ".join((ROOT / "benchmarks" / "studies.md").read_text().split())
+TRIALS = " ".join((ROOT / "benchmarks" / "local-steps.md").read_text().split())
 
 
 def test_what_is_said_of_local_steps() -> None:
@@ -75,15 +75,15 @@ def test_what_is_said_of_local_steps() -> None:
     assert f"ends {above('steps', rarely, dense):.1f} % above `dense` with `every=30`" in page
     assert f"With `every=10` it ends {above('steps', often, dense):.1f} % above that" in page
     periods = [above("periods", f"local:{every}/0.9/0.7/dense") for every in (15, 30, 60)]
-    assert "ends {:.1f} % above DDP with `every=15`, {:.1f} with 30 and {:.1f} with 60".format(*periods) in STUDIES
+    assert "ends {:.1f} % above DDP with `every=15`, {:.1f} with 30 and {:.1f} with 60".format(*periods) in TRIALS
     sparse = above("periods", "local:30/1/0/topk:ratio=0.0156,wire=coarse,decay=0.95")
-    assert f"outer step with `every=30` end {sparse:.1f} % above" in STUDIES
+    assert f"outer step with `every=30` end {sparse:.1f} % above" in TRIALS
     wider = [min(above(f"width-{name}", way) for name in ("128-rate-4e3", "128")) for way in (dense, rarely)]
     widest = [above("width-256", way) for way in (dense, rarely)]
     said = f"`dense` with `every=30` is {above('outer', dense):.1f} % above DDP. This gap is {above('batch-8', dense):.1f} %"
-    assert said in STUDIES
-    assert f"{wider[0]:.1f} with 0.47 million parameters" in STUDIES and f"{widest[0]:.1f} with [1.7 million]" in STUDIES
-    assert f"With `sign` and `every=32` they are {wider[1]:.1f} and {widest[1]:.1f}." in STUDIES
+    assert said in TRIALS
+    assert f"{wider[0]:.1f} with 0.47 million parameters" in TRIALS and f"{widest[0]:.1f} with [1.7 million]" in TRIALS
+    assert f"With `sign` and `every=32` they are {wider[1]:.1f} and {widest[1]:.1f}." in TRIALS
     sent = {line["spec"]: line["compression"] for line in local_steps.lines("steps")}
     assert f"for a payload {sent[rarely] / sent[dense]:.0f} times smaller" in page
     assert f"for one {sent[often] / sent[dense]:.0f} times smaller" in page
@@ -108,7 +108,7 @@ def test_what_local_steps_lose_on_pictures_at_the_best_rates() -> None:
         for line in local_steps.lines(name):
             best[line["spec"]] = max(best.get(line["spec"], 0.0), line["scores"][line["seeds"].index(0)])
     dense, sign = (best["dense"] - best[f"local:{way}"] for way in ("30/0.9/0.7/dense", "10/0.9/0.7/sign"))
-    assert f"`dense` with `every=30` is {dense:.1f} points below DDP, `sign` with `every=10` {sign:.1f}." in STUDIES
+    assert f"`dense` with `every=30` is {dense:.1f} points below DDP, `sign` with `every=10` {sign:.1f}." in TRIALS
 
 
 def test_the_time_of_local_steps_on_a_slow_link() -> None:
@@ -155,11 +155,17 @@ def seeds_of(study: str, spec: str) -> int:
 
 def test_what_is_said_of_thirty_epochs() -> None:
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
-    (dense, worse, most), (_, *topk) = (costs("cifar-converged", spec) for spec in ("sdagc:density=0.0042", "topk:ratio=0.01"))
+    specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042")
+    found = {spec: costs("cifar-converged", spec) for spec in specs}
+    blocks, orq, topk, sdagc = ([round(each, 1) for each in of[1:]] for of in found.values())
     (task,) = json.loads((RESULTS / "study-cifar-converged.json").read_text())["tasks"].values()
     ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("sdagc"))
-    said = f"{ratio:.0f} x costs it {worse:.1f} of {dense:.1f} points (at most {most:.1f})"
-    assert f"{said}, and `topk` {topk[0]:.1f} ({topk[1]:.1f})." in page
+    assert (
+        f"ends at {found['orq'][0]:.1f} %, `blocks` loses {blocks[0]} points (at most {blocks[1]}), `orq` {orq[0]} ({orq[1]})"
+        in page
+    )
+    assert f"`topk` {topk[0]} ({topk[1]}), and `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x." in page
+    dense, *topk = found["topk:ratio=0.01"]
     row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
     assert f"| `topk` | a wider net under SGD on CIFAR-10, 30 epochs, [3](docs/results.md#scores-and-bytes) | {row}" in README
 

@@ -68,18 +68,20 @@ UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 INTRODUCTION = f"""\
 # Time to accuracy
 
-Tables behind [the results](../docs/results.md#time-to-a-score), made by `scripts/lab accuracy`: how long a training takes
-until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one.
+Tables beside [the results](../docs/results.md#time-to-a-loss), which have three seeds, made by `scripts/lab accuracy`: how long
+a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one.
 
 - **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
-  {EVERY} batches, one seed. Where a way never gets there, its final score stands in brackets.
+  {EVERY} batches, one seed, whose final score varies by as much as that 1 %: only large differences count. Where a way never
+  gets there, its final score stands in brackets.
 - **Seconds** are batches times the seconds of a batch, which are measured on emulated clusters with links of the given rate,
   where all ways take turns; the first to get there is bold. All hosts share one machine of two cores. A cluster of 8 hosts
   trains with the same batch in all, half as large on each; its scores are those of {RANKS} ranks.
 - `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
   rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook:
   {POWERSGD_FROM} steps go by before it compresses, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's
-  Top-k and Deep Gradient Compression, their authors' code called from our hooks.
+  Top-k and Deep Gradient Compression, their authors' code called from our hooks. Their authors advise other settings: PowerSGD
+  after a tenth of the steps, and DGC with a warm-up of ratios, under SGD.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose. It was measured before `blocks`, with
   nine and five levels [in its place](../docs/decisions/auto.md#five-bits-and-no-levels)."""
 
