@@ -124,9 +124,9 @@ void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan
   const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
   const unsigned tiles = blocks_for(n, kTile);
   const ResidualReader reader = {residual.data};
-  const MovingHand hand = {
-      residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)}, capacity, values.data, indices.data, flag.data,
-      header.data};
+  const MovingHand hand = {residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)},
+                           values.data,   indices.data,
+                           flag.data,     header.data};
   const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
   const auto count_second = count_digits<ResidualReader, Passing>;
 

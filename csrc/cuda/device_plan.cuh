@@ -33,7 +33,7 @@ constexpr uint32_t kFirstDigits = 1u << kFirstBits, kNextDigits = 1u << kNextBit
 
 // The state of the search for the k-th largest key. Every kernel reads it; the last block of a counting kernel writes it.
 struct Choice {
-  uint32_t digits;   // the key's leading bits; the others are 0
+  uint32_t digits;   // the key's leading bits, or a bound for them; the others are 0
   uint32_t wanted;   // entries with these leading bits that are taken
   uint32_t sources;  // entries to choose from: the listed ones, or all; 0 if there is no choice to make
   uint32_t listed;   // 1 if the sources are listed
@@ -43,20 +43,21 @@ struct Choice {
 // The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
-  uint32_t* tickets = nullptr;   // of six kernels: first digits, bits or list, next digits twice, taken, peaks or sample
-  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones; of NaN among heaviest's cells
-  uint32_t* peak_counts = nullptr;
-  uint32_t* first_counts = nullptr;
-  uint32_t* next_counts = nullptr;  // of two passes
-  uint32_t* bits = nullptr;         // of every entry: 1 for one that passes
-  uint32_t* peaks = nullptr;        // of every line of kLine entries: its largest key
-  uint32_t* tile_begin = nullptr;   // of each tile: the place of its first candidate in the list
-  uint32_t* tile_count = nullptr;   // and the number of its candidates
-  uint32_t* tile_above = nullptr;   // its candidates above the k-th key, then those of all tiles before it; without a list, of
-  uint32_t* tile_equal = nullptr;   // small tiles, and likewise entries equal to the k-th key
-  uint32_t* undecided = nullptr;    // candidates of the k-th key's leading bits: the tile, then the last digit
-  uint32_t* list = nullptr;         // the candidates' indices
-  float* values = nullptr;          // the candidates
+  uint32_t* tickets =
+      nullptr;  // of seven kernels: first digits, bits or list, next digits twice, taken, peaks or sample, by peaks
+  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones; of NaN among heaviest's cells, or of
+                                 // reasons to read all entries in place of lines with large peaks
+  uint32_t* first_counts = nullptr;  // three of them for a take by peaks, which counts peaks and then their lines before all
+  uint32_t* next_counts = nullptr;   // of two passes
+  uint32_t* bits = nullptr;          // of every entry: 1 for one that passes
+  uint32_t* peaks = nullptr;         // of every line of kLine entries: its largest key
+  uint32_t* tile_begin = nullptr;    // of each tile: the place of its first candidate in the list
+  uint32_t* tile_count = nullptr;    // and the number of its candidates
+  uint32_t* tile_above = nullptr;    // its candidates above the k-th key, then those of all tiles before it; without a list, of
+  uint32_t* tile_equal = nullptr;    // small tiles, and likewise entries equal to the k-th key
+  uint32_t* undecided = nullptr;     // candidates of the k-th key's leading bits: the tile, then the last digit
+  uint32_t* list = nullptr;          // the candidates' indices
+  float* values = nullptr;           // the candidates
   uint32_t tiles = 0, longest_list = 0;
   int64_t zeroed = 0, words = 0;
 
@@ -73,10 +74,9 @@ struct Plan {
       return begin;
     };
     choice = reinterpret_cast<Choice*>(part(sizeof(Choice) / sizeof(uint32_t)));
-    tickets = part(6);
+    tickets = part(7);
     counters = part(3);
-    peak_counts = part(has_bits ? 0 : kFirstDigits);
-    first_counts = part(kFirstDigits);
+    first_counts = part((has_bits ? 1 : 3) * kFirstDigits);
     next_counts = part(2 * kNextDigits);
     zeroed = words;
     bits = part(has_bits ? int64_t{tiles} * kThreads : 0);

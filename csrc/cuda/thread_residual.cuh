@@ -20,11 +20,9 @@ struct ResidualReader {
   __device__ __forceinline__ float at(uint32_t index) const { return residual[index]; }
 };
 
-// Wrong peaks may choose more entries than there is space for: the last of them stay.
 struct MovingHand {
   float* residual;
   Mask mask;
-  uint32_t space;
   float* values;
   int32_t* indices;
   const int32_t* flag;
@@ -36,7 +34,6 @@ struct MovingHand {
   }
 
   __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
-    if (place >= space) return;
     values[place] = x;
     indices[place] = static_cast<int32_t>(index);
     residual[index] = 0.0f;

@@ -29,7 +29,7 @@ class TopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(selects=True, sparse=True)
+        return Traits(selects=True, sparse=self.ratio)
 
     def ease(self, progress: float) -> TopK:
         return replace(self, ratio=self.ratio**progress)

@@ -88,7 +88,7 @@ class Acc:
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
-        peaks: The largest magnitude in each line of 64 entries, by which takes skip lines. None where they find it themselves.
+        peaks: The largest magnitude in each line of 64 entries, by which takes skip lines. None where that saves nothing.
         frozen: The spans of entries that this rank's frozen layers have. They are zeros.
     """
 
@@ -115,7 +115,7 @@ class Traits:
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.
         selects: It sends some entries in a step and leaves the others.
-        sparse: It uses the peaks to find the entries that it sends.
+        sparse: The part of the entries that it sends, if it finds them by their peaks.
         momentum: The momentum that it keeps itself.
         rates: It uses the learning rates if they are known, or it needs them.
         ends: It treats the model's first and last layers differently from the others.
@@ -131,7 +131,7 @@ class Traits:
     outermost: bool = False
     moments: bool = False
     selects: bool = False
-    sparse: bool = False
+    sparse: float = 0.0
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gradcomp.native.kernels.gradients import LEAST_BY_PEAKS
 from laboratory import kernel_cases as c
 
 
@@ -48,7 +49,7 @@ SCATTERED, ADD_PACKED = Kernel(80 * c.RATIO), Kernel(80 * c.RATIO, 0.16)
 FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
 ADD, ADD_MOMENTUM, ADD_ADAM = Kernel(12), Kernel(20), Kernel(29)
 MEASURE, MEASURE_MOMENTUM = Kernel(12, 3.0), Kernel(20, 5.1)
-# take_topk reads all entries, then peaks and a tenth of the lines; behind accumulate, if it takes few, the latter twice.
+# take_topk reads all entries, then peaks and a tenth of the lines; behind accumulate, in a large bucket, the latter twice.
 # take_above reads all, or the latter behind accumulate, and then the bits of all.
 DIGITS, CANDIDATES, PEAKS = Kernel(4.06, 1.9), Kernel(0.5, 0.55), Kernel(0.06, 0.03)
 MARK, MARK_BY_PEAKS, LIST = Kernel(4.13, 1.0), Kernel(0.6, 0.55), Kernel(0.13)
@@ -76,8 +77,8 @@ COSTS = {
     "settle_all": Cost((Kernel(4),)),
     "spread": Cost((SPREAD,)),
     c.TAKE_TOPK: Cost(TAKE, 6),
-    c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 8),
-    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE_BY_PEAKS), 8),
+    c.FEEDBACK: Cost((ADD, *TAKE), 7),
+    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE), 7),
     "add_sparse": Cost((SCATTERED,)),
     "settle_sparse, nothing to do": Cost(()),
     "settle_sparse": Cost((SCATTERED,)),
@@ -107,12 +108,20 @@ COSTS = {
     "blocks, settle": Cost((ADD_BLOCKS,)),
     c.BLOCKS_SIMULATED: Cost((ADD, TAKE_BLOCKS, Kernel(4), ADD_BLOCKS, SPREAD), 7),
     # Measured beside their kernels: 8 bytes of each entry for the delivery, and 8 more for the means of dense.
-    c.SIMULATED: Cost((ADD, *TAKE_BY_PEAKS, Kernel(8)), 12),
+    c.SIMULATED: Cost((ADD, *TAKE, Kernel(8)), 11),
     c.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_MEASURED, Kernel(8)), 14),
     "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
+}
+
+# The same of large buckets.
+BY_PEAKS = {
+    c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 9),
+    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE_BY_PEAKS), 9),
+    c.SIMULATED: Cost((ADD, *TAKE_BY_PEAKS, Kernel(8)), 13),
 }
 
 
 def milliseconds(n: int, name: str) -> dict[str, float]:
     """Predict the milliseconds of every case on n entries of a GPU, by the name that torch gives it. Empty if it is unknown."""
-    return {case: 1000 * cost.seconds(n, gpu) for gpu in GPUS if gpu.name in name for case, cost in COSTS.items()}
+    costs = COSTS | (BY_PEAKS if n >= LEAST_BY_PEAKS else {})
+    return {case: 1000 * cost.seconds(n, gpu) for gpu in GPUS if gpu.name in name for case, cost in costs.items()}

@@ -15,11 +15,12 @@ from gradcomp.native import extension, kernels
 
 
 def check_topk(before: Tensor, k: int) -> None:
-    """Take with no peaks, with those of the entries, and with unknown ones."""
-    wanted, unknown = reference.topk(before, k), kernels.peaks(len(before), before.device)
+    """Take with no peaks, with those of the entries, with unknown ones, and with some that are too large."""
+    wanted, exact = reference.topk(before, k), peaks_of(before)
+    larger = torch.where(torch.arange(len(exact), device=before.device) % 5 == 0, exact.roll(1).maximum(exact), exact)
     left = before.clone()
     left[wanted] = 0
-    for peaks in (None, peaks_of(before), unknown):
+    for peaks in (None, exact, kernels.peaks(len(before), before.device), larger):
         residual, taken = before.clone(), to_take(k, before.device)
         kernels.take_topk(residual, k, **taken, peaks=peaks)
         assert torch.equal(taken["indices"].long(), wanted)
@@ -46,7 +47,21 @@ def test_topk_in_clusters(device: torch.device) -> None:
     residual = torch.randn(100_000, device=device) * 1e-3
     residual[50_000:50_900] += 5
     check_topk(residual, 1000)
-    check_topk(residual, 800)
+    check_topk(residual, 300)
+    residual[20_000:26_400] += 2.6
+    check_topk(residual[:40_000], 90)
+
+
+def test_topk_of_lines_that_have_become_small(device: torch.device) -> None:
+    """Their peaks are those of before: fewer than k entries reach the k-th peak."""
+    residual = torch.randn(40_000, device=device)
+    residual[20_000:] *= 10
+    peaks = peaks_of(residual)
+    residual[20_000:] = 0
+    for k in (1, 50, 120):
+        taken, wanted = to_take(k, device), reference.topk(residual, k)
+        kernels.take_topk(residual.clone(), k, **taken, peaks=peaks)
+        assert torch.equal(taken["indices"].long(), wanted)
 
 
 @pytest.mark.parametrize("n, count, steps", gradients.CLOSE)

@@ -59,7 +59,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("n,k", [(100, 100), (20_000, 10), (20_000, 3000), (2000, 1999)])
+@pytest.mark.parametrize("n,k", [(100, 100), (20_000, 10), (20_000, 78), (20_000, 3000), (2000, 7), (2000, 1999)])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_peaks_never_make_a_take_of_k_come_short(wrong: str, n: int, k: int, device: torch.device) -> None:
     """They may cost it entries of the largest magnitude, but each of the k is an entry."""

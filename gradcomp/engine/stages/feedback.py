@@ -194,8 +194,7 @@ class Residual(Stage):
         )
         if self.traits.moments:
             state.moments = torch.zeros(len(layout.names), MOMENTS, dtype=torch.float64, device=layout.device)
-        if self.traits.sparse:
-            state.peaks = kernels.peaks(layout.total, layout.device)
+        state.peaks = kernels.peaks(layout.total, layout.device, self.traits.sparse, self.traits.moments)
         return state
 
     def prepare(self, accumulation: Accumulation, state: ResidualState, context: StepContext) -> None:

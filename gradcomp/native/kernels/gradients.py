@@ -81,6 +81,10 @@ class Adaptive(NamedTuple):
 
 _PLAIN = Adaptive(None)
 
+# On a GPU, a take of the largest is faster by peaks from so many entries on, if it sends at most this part of them: most lines
+# then have none of these. Estimated, not measured.
+LEAST_BY_PEAKS, MOST_BY_PEAKS = 1 << 23, 1 / 256
+
 
 def accumulate(
     grads: Sequence[Array],
@@ -149,8 +153,14 @@ def accumulate(
         flag[:] = flags.max()
 
 
-def peaks(n: int, device: torch.device) -> Tensor:
-    """Make the peaks of n entries, which accumulate fills and takes read."""
+def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = True) -> Tensor | None:
+    """Make the peaks of n entries, which accumulate fills and takes read. Return None where they cost more than they save.
+
+    share: the part of the entries that a take sends; 0: no take reads peaks. measured: takes are those above thresholds.
+    """
+    rarely = n >= LEAST_BY_PEAKS and share <= MOST_BY_PEAKS
+    if share == 0 or not (measured or rarely or device.type == "cpu"):
+        return None
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 

@@ -48,6 +48,17 @@ def of_groups(weights: Any) -> SGD:
     return SGD([{"params": [each]} for each in weights], lr=1.0)
 
 
+def test_a_layer_of_rate_0_takes_no_place_from_others(device: torch.device) -> None:
+    """Its entries, the largest by far, leave the residual after they were noted as large."""
+    weights = {name: torch.nn.Parameter(torch.zeros(20_000)) for name in ("a", "b")}
+    optimizer = SGD([{"params": [weights["a"]], "lr": 0.1}, {"params": [weights["b"]], "lr": 0.0}])
+    shapes = dict.fromkeys(weights, (20_000,))
+    simulation = gradcomp.Simulation("topk:ratio=0.002", shapes, 1, optimizer=optimizer, named_parameters=weights.items())
+    own = torch.randn(20_000)
+    update = simulation.step([{"a": own, "b": 10 * torch.randn(20_000)}])["a"]
+    assert set(update.nonzero().flatten().tolist()) == set(own.abs().topk(80).indices.tolist())
+
+
 def moved(spec: str, rates: list[tuple[float, float]], change: str = "", known: bool = True) -> tuple[Named, ...]:
     """Return how far weights moved, their residuals, both as weights, and how far plain SGD moves them.
 
