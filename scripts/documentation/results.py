@@ -204,8 +204,6 @@ KERNELS = {
     "accumulate, moments, take_above": "accumulate, moments, entries beyond 3.3 deviations",
     "ORQ-3, round and add": "ORQ-3: levels, words, and these decoded and added",
     "ORQ-9, round and add": "ORQ-9: the same",
-    "BinGrad-b, round and add": "BinGrad-b: the same",
-    "Simulation step, topk": "a simulator's step with `topk`",
 }
 
 

@@ -78,6 +78,10 @@ def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
         for run in record(f"train-blocks-{door}")["runs"]:
             (blocks,) = (line for line in run["lines"] if line["way"] == "blocks")
             assert blocks["over"]["bf16"]["at_most"] > 1
+    every = [line for run in record("train-blocks-fsdp")["runs"] for line in run["lines"]]
+    shards = [line["over"]["bf16"] for line in every if line["way"] == "blocks"]
+    both = " and ".join(f"{over['median']:.2f} ({over['at_most']:.2f})" for over in shards)
+    assert f"Over `bf16`, `blocks` takes {both}." in FLAT
 
 
 def test_the_verdict_of_sdagc() -> None:
@@ -88,6 +92,8 @@ def test_the_verdict_of_sdagc() -> None:
     assert f"{worse} points ({most}) at 435 x" in text
     lstm = study("study-text")["sdagc:density=0.002,small=pool,momentum=0.9"]
     assert lstm["worse_at_most"] < 0 and f"{lstm['compression']:.0f} x" in text
+    assert lstm["steps_to_loss"] is None and digits["sdagc:density=0.00043,small=pool"]["steps_to_loss"] is None
+    assert f"At 2,041 and {lstm['compression']:.0f} x the training loss stays above dense's." in text
     own = cifar["sdagc:density=0.01"]
     assert f"{own['worse_than_dense']:.1f} points ({own['worse_at_most']:.1f}) at {own['compression']:.0f} x" in text
 
@@ -101,6 +107,12 @@ def test_the_verdicts_of_sketches() -> None:
             by_rate.setdefault(cluster["rate"], []).append(own["throughput_over"][other]["median"])
     every = [ratio for found in over["gtopk"].values() for ratio in found]
     assert f"{min(every):.2f} to {max(every):.2f} x" in row("gs-SGD**: 1.3")
+    lines = [(of["rate"], line) for model in models for of in model["clusters"] for line in of["lines"]]
+    alike = [line["throughput_over"]["gtopk"]["median"] for _, line in lines if "compression=250" in line["spec"]]
+    assert f"on 4 hosts, {min(alike):.2f} to {max(alike):.2f} x" in row("gs-SGD**: 1.3")
+    smaller = [line for rate, line in lines if rate == "1gbit" and "gs_sgd" in line["spec"] and "compression" in line["spec"]]
+    tables = [line["throughput_over"]["sketched_sgd"]["median"] for line in smaller]
+    assert f"and {min(tables):.2f} to {max(tables):.2f} with smaller tables" in row("gs-SGD**: 1.1")
     fast, slow = (over["sketched_sgd"][rate] for rate in ("1gbit", "100mbit"))
     assert f"{min(slow):.1f} to {max(slow):.1f} x. At 1 Gbit/s {min(fast):.2f} to {max(fast):.2f} x" in row("gs-SGD**: 1.1")
     scores = {line["spec"]: line for line in models[0]["training"]}
@@ -130,3 +142,26 @@ def test_the_verdicts_of_codes_and_levels() -> None:
             assert min(errors, key=lambda spec: errors[spec]).startswith("orq") and len(errors) == 4
     worse, most = said(study("study-cifar"), "topk:ratio=0.0046", 1)
     assert f"{worse} points ({most}) at 437 x" in row("DGC**")
+
+
+def test_the_verdict_of_gtopk_and_the_speed_of_a_copy() -> None:
+    runs = record("traffic-amd-epyc")["runs"]
+    by_ranks = {run["ranks"]: {line["spec"]: line["of_ranks"] for line in run["lines"]} for run in runs}
+    sent = {hosts: max(of["gtopk:ratio=0.001"]["payload"]) for hosts, of in by_ranks.items()}
+    assert sent[4] / sent[2] < 2.05 and sent[8] / sent[2] < 3.05  # log2 P
+    gtopk, topk = (max(by_ranks[8][f"{name}:ratio=0.001"]["wire"]) / 1000 for name in ("gtopk", "topk"))
+    assert f"a host of 8 sends {gtopk:.0f} KB, with `topk` {topk:.0f}" in row("gTop-k**")
+    kernels = {line["name"]: line for line in record("kernels-cpu-amd-epyc")["lines"]}
+    assert f"{100 * kernels['torch add_']['share_of_copy']:.0f} % of a copy's" in FLAT
+
+
+def test_how_much_rounds_differ() -> None:
+    """Those of one way on one link, on four hosts."""
+    ratios: dict[str, float] = {}
+    for task in results.CLUSTERS:
+        for (hosts, rate), launch in results.launched(results.RECORDS, task, "horovod").items():
+            for line in launch["lines"] if hosts == 4 and rate in results.LINKS else ():
+                of_rounds = line["ms_of_rounds"]
+                ratios[line["way"]] = max(ratios.get(line["way"], 0.0), max(of_rounds) / min(of_rounds))
+    assert f"differ up to {max(ratios.values()):.1f} times under Horovod with stock, fp16 or DGC" in FLAT
+    assert max(ratio for way, ratio in ratios.items() if way.startswith(("topk", "sdagc", "orq"))) < 1.9
