@@ -80,7 +80,13 @@ STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
         "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
         "study-cifar-converged",
         False,
-        {"sdagc 0.42 %": "sdagc:density=0.0042", "topk": "topk:ratio=0.01", "orq": "orq", "blocks": "blocks"},
+        {
+            "sdagc 0.42 %": "sdagc:density=0.0042",
+            "topk": "topk:ratio=0.01",
+            "orq": "orq",
+            "PowerSGD 4": "powersgd:rank=4,start=234",
+            "blocks": "blocks",
+        },
     ),
     (
         "Text, AdamW, 3 seeds (blocks: 5): % above dense's {:.2f}",

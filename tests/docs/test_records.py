@@ -168,18 +168,19 @@ def seeds_of(study: str, spec: str) -> int:
 
 def test_what_is_said_of_thirty_epochs() -> None:
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
-    specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042")
+    specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042", "powersgd:rank=4,start=234")
     found = {spec: costs("cifar-converged", spec) for spec in specs}
-    blocks, orq, topk, sdagc = ([round(each, 1) for each in of[1:]] for of in found.values())
+    blocks, orq, topk, sdagc, powersgd = ([round(each, 1) for each in of[1:]] for of in found.values())
     (task,) = json.loads((RESULTS / "study-cifar-converged.json").read_text())["tasks"].values()
     ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("sdagc"))
     assert (
         f"ends at {found['orq'][0]:.1f} %, `blocks` loses {blocks[0]} points (at most {blocks[1]}), `orq` {orq[0]} ({orq[1]})"
         in page
     )
-    assert f"`topk` {topk[0]} ({topk[1]}), and `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x." in page
+    assert f"`topk` {topk[0]} ({topk[1]}), `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x," in page
+    assert f"and PowerSGD {powersgd[0]} ({powersgd[1]}), which is dense in a tenth of the steps," in page
     certain = [spec for spec in specs if least(costs_of_seeds("cifar-converged", spec)) > 0]
-    assert "Of these, only `topk`'s loss is certain." in page and certain == ["topk:ratio=0.01"]
+    assert "Only `topk`'s loss is certain." in page and certain == ["topk:ratio=0.01"]
     dense, *topk = found["topk:ratio=0.01"]
     row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
     net = "a wider net under SGD on CIFAR-10, 30 epochs of 20,000 pictures"
