@@ -117,6 +117,15 @@ def test_what_the_page_says_of_ways_beside_torchs_hook() -> None:
     )
 
 
+def test_what_the_page_says_of_its_goals() -> None:
+    large, small = ({line["name"]: share_of(line)[:-2] for line in NEWEST[name]["lines"]} for name in ("", "6m-"))
+    topk, sdagc = (f"{case}, momentum" for case in (cases.FEEDBACK, cases.SDAGC))
+    steps = f"`topk` 85 % ({large[topk]}) and SDAGC 85 ({large[sdagc]}), in 25 MB 70 ({small[topk]} and {small[sdagc]})"
+    others = [large[case] for case in (cases.ORQ_3, cases.BLOCKS, cases.SKETCH)]
+    said = "{}; ORQ with three levels 75 ({}), `blocks` 75 ({}), `sketch` 40 ({}).".format(steps, *others)
+    assert said in " ".join(PAGE.split()), said
+
+
 def test_what_the_page_says_of_the_search_for_levels() -> None:
     k, counters = kernel_prediction, report.read(RESULTS / "counters-h100.json")
     before = [round(launch["us"]) for launch in counters["launches"] if launch["kernel"].startswith("find")][:3]
