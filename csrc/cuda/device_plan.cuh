@@ -43,11 +43,11 @@ struct Choice {
 // The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
-  uint32_t* tickets =
-      nullptr;  // of seven kernels: first digits, bits or list, next digits twice, taken, peaks or sample, by peaks
-  uint32_t* counters = nullptr;  // of candidates that are listed, and of undecided ones; of NaN among heaviest's cells, or of
-                                 // reasons to read all entries in place of lines with large peaks
-  uint32_t* first_counts = nullptr;  // three of them for a take by peaks, which counts peaks and then their lines before all
+  // Of seven kernels: first digits, bits or list, next digits twice, taken, peaks or heaviest's sample, lines by peaks.
+  uint32_t* tickets = nullptr;
+  // Listed candidates; undecided ones; 1 if take_topk must read all entries, or NaN among heaviest's cells.
+  uint32_t* counters = nullptr;
+  uint32_t* first_counts = nullptr;  // without bits three: of all entries, of peaks, of lines by peaks
   uint32_t* next_counts = nullptr;   // of two passes
   uint32_t* bits = nullptr;          // of every entry: 1 for one that passes
   uint32_t* peaks = nullptr;         // of every line of kLine entries: its largest key

@@ -26,7 +26,7 @@
 
 namespace gradcomp::cuda {
 
-// The key of an entry that any magnitude may have.
+// A magnitude's key: any entry may be chosen.
 struct Magnitude {
   __device__ __forceinline__ Magnitude over(uint32_t, uint32_t) const { return *this; }
   __device__ __forceinline__ uint32_t operator()(float x, uint32_t) const { return magnitude_key(x); }

@@ -3,16 +3,15 @@
 //   count_peaks          given peaks: the k-th largest peak's leading 11 bits, a bound for those of the k-th key
 //   count_by_peaks       a histogram of the leading 11 bits of all keys in lines whose peaks reach the bound; the digits of the
 //                        k-th key and how many entries reach them; the largest key of each of these lines
-//   count_first_digits   the same of all entries, without peaks, or if peaks are too large or leave too many lines or
-//   candidates list_candidates      the candidates and their indices, a tile's in order, from lines that have some; a histogram
-//   of their
+//   count_first_digits   the same of all entries: without peaks, or where peaks do not serve
+//   list_candidates      the candidates and their indices, a tile's in order, from lines that have some; a histogram of their
 //                        next digit
 //   count_last_digits    the last digit, from the candidates only; each tile's number of chosen ones
 //   count_taken          these numbers, if too many candidates are equal in all but the last digit
 //   take_chosen          each chosen entry goes to its place in the payload
 //
 // The last four read all entries if the candidates are too many for the list (many equal entries, or k near n). Five launches
-// and one memset, or seven with peaks.
+// and one memset, or seven with peaks. Peaks do not serve if they are too large, or leave too many lines or candidates.
 //
 // Bytes an entry: 4.1, or 0.1 and 4 for those of a line with a large peak; 4 for those of a line with candidates, and about 20
 // a candidate, which the second cache holds; 20 if the candidates are too many for a list.

@@ -46,7 +46,7 @@ class ByHost(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        return replace(self.inner.traits, rates="unused", shares_residual=True, sparse=0.0)
+        return replace(self.inner.traits, rates="unused", shares_residual=True, share_by_peaks=0.0)
 
     def init(self, layout: Layout, seed: int) -> ShardState:
         return ShardState(layout, seed)
@@ -214,7 +214,7 @@ class ShardState:
             if inner.traits.moments:
                 layers = len(self.shard_layout.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
-            self.peaks = kernels.peaks(self.length, self.layout.device, inner.traits.sparse, inner.traits.moments)
+            self.peaks = kernels.peaks(self.length, self.layout.device, inner.traits.share_by_peaks, inner.traits.moments)
         self._restore(inner)
 
     def forget(self) -> None:

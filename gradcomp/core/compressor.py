@@ -115,7 +115,7 @@ class Traits:
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.
         selects: It sends some entries in a step and leaves the others.
-        sparse: The part of the entries that it sends, if it finds them by their peaks.
+        share_by_peaks: The part of the entries that it sends, if it finds them by their peaks; 0 if it does not.
         momentum: The momentum that it keeps itself.
         rates: It uses the learning rates if they are known, or it needs them.
         ends: It treats the model's first and last layers differently from the others.
@@ -131,7 +131,7 @@ class Traits:
     outermost: bool = False
     moments: bool = False
     selects: bool = False
-    sparse: float = 0.0
+    share_by_peaks: float = 0.0
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False

@@ -11,7 +11,6 @@ from typing import Any
 from documentation import step_times
 from documentation.charts import Bar, Bounded, Sheet, bars, bounds
 from laboratory.commands.accuracy import DOORS, RECORDS, launched
-from laboratory.harness.ways import powersgd_from
 from laboratory.machine import ROOT
 from laboratory.report import filled, read
 
@@ -35,19 +34,28 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "auto": ("auto", "auto"),
 }
 
-# The trainings whose steps are set beside step times. Rows: how the spec that trained begins, and the way of DDP's and of
-# Horovod's steps.
-RACES = {
-    "cifar-large": ("study-cifar-large",),
-    "shakespeare": ("study-shakespeare-rest", "study-shakespeare"),
-}
-RACERS = {
-    "stock": ("dense", "stock", "stock"),
-    "bf16": ("bf16", "bf16", ""),
-    "PowerSGD 4": ("powersgd:rank=4,start", "powersgd:rank=4", ""),
-    "topk": ("topk:ratio=0.01", "topk", "topk"),
-    "sdagc": ("sdagc", "sdagc", "sdagc"),
-    "orq, 9 levels": ("orq:levels=9", *ROWS["orq, 9 levels"]),
+# The trainings whose steps are set beside step times, by task: the records, and for each row the spec that trained, and the way
+# of DDP's and of Horovod's steps.
+RACES: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[str, str, str]]]] = {
+    "cifar-large": (
+        ("study-cifar-large",),
+        {
+            "stock": ("dense", "stock", "stock"),
+            "bf16": ("bf16", "bf16", ""),
+            "topk": ("topk:ratio=0.01", "topk", "topk"),
+            "sdagc": ("sdagc:density=0.01", "sdagc", "sdagc"),
+        },
+    ),
+    "shakespeare": (
+        ("study-shakespeare-rest", "study-shakespeare"),
+        {
+            "stock": ("dense", "stock", "stock"),
+            "bf16": ("bf16", "bf16", ""),
+            "topk": ("topk:ratio=0.01", "topk", "topk"),
+            "sdagc": ("sdagc", "sdagc", "sdagc"),
+            "orq, 9 levels": ("orq:levels=9", *ROWS["orq, 9 levels"]),
+        },
+    ),
 }
 
 # The trainings of a chart of scores: a heading, the record, whether differences are a share of the score, and the specs.
@@ -154,37 +162,29 @@ def taken(line: Mapping[str, Any] | None) -> Bar:
 def seconds() -> str:
     """Draw the seconds until the loss of a training is down at dense's, from its steps over the seeds and a step's time."""
     sheet = Sheet("Seconds until a training's loss is down at dense's, by link, under DDP and under Horovod")
-    for task, about in CLUSTERS.items():
-        lines = [line for name in RACES[task] for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]]
-        by_spec = {line["spec"]: line for line in lines}
+    for task, (records, racers) in RACES.items():
+        by_spec = {line["spec"]: line for name in records for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]}
         every = {door: launched(RECORDS, task, door) for door in DOORS}
-        sheet.heading(f"{about}: s until the loss is dense's")
+        sheet.heading(f"{CLUSTERS[task]}: s until the loss is dense's")
         for rate, link in LINKS.items():
             ms = {door: {line["way"]: line["ms"]["median"] for line in of[HOSTS, rate]["lines"]} for door, of in every.items()}
-            rows = []
-            for name, (spec, *ways) in RACERS.items():
-                line = next((by_spec[own] for own in by_spec if own.startswith(spec)), None)
-                if line is not None:
-                    columns = [needed(line, ms[door], way) for door, way in zip(DOORS, ways, strict=True)]
-                    rows.append((name, columns))
+            rows = [
+                (name, [needed(by_spec[spec], ms[door].get(way)) for door, way in zip(DOORS, ways, strict=True)])
+                for name, (spec, *ways) in racers.items()
+            ]
             block(sheet, link, rows, words=66)
     return sheet.svg()
 
 
-def needed(line: Mapping[str, Any], ms: Mapping[str, float], way: str) -> Bar:
-    """Return the seconds that a way's steps take, and their bound over the seeds, or that they never get there."""
-    if way not in ms:
+def needed(line: Mapping[str, Any], ms: float | None) -> Bar:
+    """Return the seconds that a way's steps take, and their bound over the seeds."""
+    if ms is None:
         return Bar(None, "")
-    if line["steps_to_loss"] is None:
-        return Bar(None, "never")
-    late = powersgd_from(line["spec"]) if way.startswith("powersgd") else 0  # the steps before are dense
-    first = late * (ms["stock"] - ms[way]) / 1000
-    found = first + line["steps_to_loss"] * ms[way] / 1000
+    found = line["steps_to_loss"] * ms / 1000
     if line["spec"] == "dense":
         return Bar(found, f"{found:,.0f}")
-    steps = line["steps_to_loss"] / line["times_the_steps"]  # after which dense's loss is the goal
-    most = line["times_at_most"] and first + line["times_at_most"] * steps * ms[way] / 1000
-    return Bar(found, f"{found:,.0f} (\N{LESS-THAN OR EQUAL TO} {most:,.0f})" if most else f"{found:,.0f} (no bound)")
+    most = found * line["times_at_most"] / line["times_the_steps"]
+    return Bar(found, f"{found:,.0f} (\N{LESS-THAN OR EQUAL TO} {most:,.0f})")
 
 
 def block(sheet: Sheet, link: str, rows: list[tuple[str, list[Bar]]], words: float = 48) -> None:
@@ -210,6 +210,7 @@ KERNELS = {
     "accumulate, moments, take_above": "accumulate, moments, entries beyond 3.3 deviations",
     "ORQ-3, round and add": "ORQ-3: levels, words, and these decoded and added",
     "ORQ-9, round and add": "ORQ-9: the same",
+    "Simulation step, topk": "a simulator's step with `topk`",
 }
 
 

@@ -126,14 +126,9 @@ def passes(arrays: Arrays) -> list[Case]:
     ]
 
 
-def peaks_of_few(arrays: Arrays) -> Tensor | None:
-    """Make the peaks by which top-k takes, if it does."""
-    return kernels.peaks(arrays.n, arrays.device, RATIO, measured=False)
-
-
-def take_reads(arrays: Arrays) -> int:
-    """Return the bytes an entry that top-k reads: nearly none by peaks."""
-    return 4 if peaks_of_few(arrays) is None else 0
+def take_reads(n: int, device: torch.device) -> int:
+    """Return the bytes an entry that top-k reads of a bucket of n entries: nearly none by peaks."""
+    return 4 if kernels.peaks(n, device, RATIO, measured=False) is None else 0
 
 
 def sparse(arrays: Arrays) -> list[Case]:
@@ -143,7 +138,7 @@ def sparse(arrays: Arrays) -> list[Case]:
     taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
     entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
-    peaks, sent = peaks_of_few(arrays), arrays.sent()
+    peaks, sent = kernels.peaks(n, arrays.device, RATIO, measured=False), arrays.sent()
 
     def feedback(i: int) -> None:
         kernels.accumulate(arrays.grads(i), plain, None, flag, peaks=peaks)
@@ -159,8 +154,8 @@ def sparse(arrays: Arrays) -> list[Case]:
 
     return [
         Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
-        Case(FEEDBACK, feedback, (12 + take_reads(arrays)) * n),
-        Case(f"{FEEDBACK}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
+        Case(FEEDBACK, feedback, (12 + take_reads(n, arrays.device)) * n),
+        Case(f"{FEEDBACK}, momentum", with_momentum, (20 + take_reads(n, arrays.device)) * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
         Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
         Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
@@ -301,7 +296,7 @@ def steps(arrays: Arrays) -> list[Case]:
     shapes = {f"layer{i}": (size,) for i, size in enumerate(arrays.sizes)}
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
-        (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
+        (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(max(arrays.sizes), arrays.device)) * arrays.n),
         (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", 16 * arrays.n),
         (BLOCKS_SIMULATED, "blocks", None),
         ("Simulation step, dense", "dense", None),

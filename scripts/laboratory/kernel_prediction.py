@@ -113,11 +113,10 @@ COSTS = {
     "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
 }
 
-# The same of large buckets.
+# The same of one large bucket.
 BY_PEAKS = {
     c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 9),
     f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE_BY_PEAKS), 9),
-    c.SIMULATED: Cost((ADD, *TAKE_BY_PEAKS, Kernel(8)), 13),
 }
 
 

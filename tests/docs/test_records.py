@@ -85,6 +85,7 @@ def test_what_is_said_of_local_steps() -> None:
     assert said in TRIALS
     assert f"{wider[0]:.1f} with 0.47 million parameters" in TRIALS and f"{widest[0]:.1f} with [1.7 million]" in TRIALS
     assert f"With `sign` and `every=32` they are {wider[1]:.1f} and {widest[1]:.1f}." in TRIALS
+    assert f"the gap is {above('rate-16e3', dense):.1f} % at 0.016." in TRIALS
     sent = {line["spec"]: line["compression"] for line in local_steps.lines("steps")}
     assert f"for a payload {sent[rarely] / sent[dense]:.0f} times smaller" in page
     assert f"for one {sent[often] / sent[dense]:.0f} times smaller" in page
@@ -173,10 +174,8 @@ def test_what_is_said_of_thirty_epochs() -> None:
     blocks, orq, topk, sdagc, powersgd = ([round(each, 1) for each in of[1:]] for of in found.values())
     (task,) = json.loads((RESULTS / "study-cifar-converged.json").read_text())["tasks"].values()
     ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("sdagc"))
-    assert (
-        f"ends at {found['orq'][0]:.1f} %, `blocks` loses {blocks[0]} points (at most {blocks[1]}), `orq` {orq[0]} ({orq[1]})"
-        in page
-    )
+    said = f"ends at {found['orq'][0]:.1f} %, `blocks` gains {-blocks[0]} points (may lose {blocks[1]})."
+    assert f"{said} `orq` loses {orq[0]} (at most {orq[1]})," in page
     assert f"`topk` {topk[0]} ({topk[1]}), `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x," in page
     assert f"and PowerSGD {powersgd[0]} ({powersgd[1]}), which is dense in a tenth of the steps," in page
     certain = [spec for spec in specs if least(costs_of_seeds("cifar-converged", spec)) > 0]

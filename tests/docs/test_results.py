@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -71,6 +73,8 @@ def test_what_the_page_says_of_scores() -> None:
     ratios = [f"{few[f'sdagc:density={density}']['compression']:,.0f} x" for density in (0.0042, 0.0016)]
     assert f"{ratios[0]} and {ratios[1]} cost `sdagc` {some} and {more} points (at most {most} and {at_most})" in FLAT
     assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
+    spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
+    assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
@@ -110,6 +114,15 @@ def test_the_verdicts_of_sketches() -> None:
     lines = [(of["rate"], line) for model in models for of in model["clusters"] for line in of["lines"]]
     alike = [line["throughput_over"]["gtopk"]["median"] for _, line in lines if "compression=250" in line["spec"]]
     assert f"on 4 hosts, {min(alike):.2f} to {max(alike):.2f} x" in row("gs-SGD**: 1.3")
+    k = math.ceil(models[0]["parameters"] / 1000)
+    bytes_of = {
+        (of["hosts"], line["spec"].partition(":")[0]): line["bytes_per_step"]
+        for of in models[0]["clusters"]
+        for line in of["lines"]
+        if "compression" not in line["spec"]
+    }
+    table, *sent = (round(bytes_of[each] / 4 / k) for each in ((4, "gs_sgd"), (4, "gtopk"), (8, "gtopk")))
+    assert f"with {table} numbers for each entry" in row("gs-SGD**: 1.3") and sent == [4, 6]
     smaller = [line for rate, line in lines if rate == "1gbit" and "gs_sgd" in line["spec"] and "compression" in line["spec"]]
     tables = [line["throughput_over"]["sketched_sgd"]["median"] for line in smaller]
     assert f"and {min(tables):.2f} to {max(tables):.2f} with smaller tables" in row("gs-SGD**: 1.1")
@@ -165,3 +178,13 @@ def test_how_much_rounds_differ() -> None:
                 ratios[line["way"]] = max(ratios.get(line["way"], 0.0), max(of_rounds) / min(of_rounds))
     assert f"differ up to {max(ratios.values()):.1f} times under Horovod with stock, fp16 or DGC" in FLAT
     assert max(ratio for way, ratio in ratios.items() if way.startswith(("topk", "sdagc", "orq"))) < 1.9
+
+
+def test_where_fewer_steps_win_more_than_faster_ones() -> None:
+    for task, (records, racers) in results.RACES.items():
+        lines = {line["spec"]: line for name in records for line in record(name)["tasks"][task]["lines"]}
+        ms = {
+            line["way"]: line["ms"]["median"] for line in results.launched(results.RECORDS, task, "ddp")[4, "10gbit"]["lines"]
+        }
+        for spec, way, _ in (racers["topk"], racers["sdagc"]):
+            assert lines[spec]["steps_to_loss"] / lines["dense"]["steps_to_loss"] < ms[way] / ms["stock"] < 1, (task, way)

@@ -12,6 +12,7 @@ from payload_arrays import flag_on, peaks_of, to_take
 from torch import Tensor
 
 from gradcomp.native import extension, kernels
+from gradcomp.native.kernels import gradients as gradients_of
 
 
 def check_topk(before: Tensor, k: int) -> None:
@@ -74,6 +75,15 @@ def test_topk_of_few_among_zeros(device: torch.device) -> None:
     residual = torch.zeros(50_000, device=device)
     residual[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
     check_topk(residual, 50)
+
+
+def test_a_gpu_makes_peaks_where_a_take_gains_by_them() -> None:
+    gpu, cpu, least, most = torch.device("meta"), torch.device("cpu"), gradients_of.LEAST_BY_PEAKS, gradients_of.MOST_BY_PEAKS
+    assert kernels.peaks(least, gpu, most, measured=False) is not None
+    assert kernels.peaks(least - 1, gpu, most, measured=False) is None
+    assert kernels.peaks(least, gpu, 1.01 * most, measured=False) is None
+    assert kernels.peaks(64, gpu, 0.5) is not None and kernels.peaks(64, cpu, 0.5, measured=False) is not None
+    assert kernels.peaks(64, cpu, 0.0) is None
 
 
 def test_the_masks_of_torch_are_those_of_the_kernels(device: torch.device) -> None:

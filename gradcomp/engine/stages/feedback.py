@@ -194,7 +194,7 @@ class Residual(Stage):
         )
         if self.traits.moments:
             state.moments = torch.zeros(len(layout.names), MOMENTS, dtype=torch.float64, device=layout.device)
-        state.peaks = kernels.peaks(layout.total, layout.device, self.traits.sparse, self.traits.moments)
+        state.peaks = kernels.peaks(layout.total, layout.device, self.traits.share_by_peaks, self.traits.moments)
         return state
 
     def prepare(self, accumulation: Accumulation, state: ResidualState, context: StepContext) -> None:

@@ -154,9 +154,10 @@ def accumulate(
 
 
 def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = True) -> Tensor | None:
-    """Make the peaks of n entries, which accumulate fills and takes read. Return None where they cost more than they save.
+    """Make the peaks of n entries, which accumulate fills and takes read. Return None where no take gains by them.
 
-    share: the part of the entries that a take sends; 0: no take reads peaks. measured: takes are those above thresholds.
+    share: the part of the entries that a take sends; 0: no take reads peaks. measured: takes are those above thresholds, which
+    always gain; on a GPU, those of the largest gain in large buckets, if they send few.
     """
     rarely = n >= LEAST_BY_PEAKS and share <= MOST_BY_PEAKS
     if share == 0 or not (measured or rarely or device.type == "cpu"):

@@ -52,7 +52,7 @@ OTHERS = {
         (DDP,),
         "DDP's hook; start=200 is dense in the steps before, as its authors advise for a tenth of a training",
         "powersgd:rank=4",
-        r":rank=([1-9]\d*)(?:,start=(?:[2-9]|[1-9]\d+))?",
+        r":rank=([1-9]\d*)(?:,start=([2-9]|[1-9]\d+))?",
     ),
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
 }
@@ -79,19 +79,19 @@ def local_of(way: str) -> LocalWay | None:
 
 
 def other(way: str) -> tuple[str, float] | None:
-    """Return the name and the number of a way that is no spec: 1 where it has none. None for a spec. Refuse a wrong one."""
+    """Return the name and the first number of a way that is no spec: 1 without one. None for a spec. Refuse a wrong one."""
     name = way.partition(":")[0]
     if name not in OTHERS:
         return None
     if not (found := re.fullmatch(name + OTHERS[name].knob, way)):
         raise ValueError(f"{way!r} is not a way to exchange gradients; write for example {OTHERS[name].example}")
-    return name, float(found[found.lastindex]) if found.lastindex else 1.0
+    return name, float(found[1] or 1) if found.re.groups else 1.0
 
 
 def powersgd_from(way: str) -> int:
     """Return the step from which a way of PowerSGD compresses."""
-    found = re.search(r",start=(\d+)$", way)
-    return int(found[1]) if found else POWERSGD_FROM
+    found = re.fullmatch("powersgd" + OTHERS["powersgd"].knob, way)
+    return int(found[2] or POWERSGD_FROM) if found else POWERSGD_FROM
 
 
 def is_spec(way: str) -> bool:

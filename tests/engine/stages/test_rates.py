@@ -12,6 +12,7 @@ from training import Named, Training, draw, mean
 
 import gradcomp
 from gradcomp.native.extension import LARGEST
+from gradcomp.native.kernels import gradients
 
 SPECS = [
     "topk:ratio=0.05",
@@ -48,14 +49,15 @@ def of_groups(weights: Any) -> SGD:
     return SGD([{"params": [each]} for each in weights], lr=1.0)
 
 
-def test_a_layer_of_rate_0_takes_no_place_from_others(device: torch.device) -> None:
+def test_a_layer_of_rate_0_takes_no_place_from_others(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entries, the largest by far, leave the residual after they were noted as large."""
-    weights = {name: torch.nn.Parameter(torch.zeros(20_000)) for name in ("a", "b")}
+    monkeypatch.setattr(gradients, "LEAST_BY_PEAKS", 0)
+    weights = {name: torch.nn.Parameter(torch.zeros(20_000, device=device)) for name in ("a", "b")}
     optimizer = SGD([{"params": [weights["a"]], "lr": 0.1}, {"params": [weights["b"]], "lr": 0.0}])
-    shapes = dict.fromkeys(weights, (20_000,))
-    simulation = gradcomp.Simulation("topk:ratio=0.002", shapes, 1, optimizer=optimizer, named_parameters=weights.items())
-    own = torch.randn(20_000)
-    update = simulation.step([{"a": own, "b": 10 * torch.randn(20_000)}])["a"]
+    shapes, known = dict.fromkeys(weights, (20_000,)), {"optimizer": optimizer, "named_parameters": weights.items()}
+    simulation = gradcomp.Simulation("topk:ratio=0.002", shapes, 1, device=device, **known)
+    own = torch.randn(20_000, device=device)
+    update = simulation.step([{"a": own, "b": 10 * torch.randn(20_000, device=device)}])["a"]
     assert set(update.nonzero().flatten().tolist()) == set(own.abs().topk(80).indices.tolist())
 
 
