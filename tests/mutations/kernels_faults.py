@@ -27,6 +27,28 @@ KERNEL_FAULTS = (
         "differ = ~_agree(acc, ())",
         ("test_frozen_by_ranks.py",),
     ),
+    # --- Top-k by peaks on a GPU
+    Fault(
+        "peaks that are too large are trusted: what is counted below their bound is not all that there is",
+        "csrc/cuda",
+        "if (picked.digit < bound || picked.reach > plan.longest_list) {",
+        "if (picked.reach > plan.longest_list) {",
+        ("test_take.py", "test_rates.py"),
+    ),
+    Fault(
+        "a list found by peaks is longer than its room",
+        "csrc/cuda",
+        "if (picked.digit < bound || picked.reach > plan.longest_list) {",
+        "if (picked.digit < bound) {",
+        ("test_take.py",),
+    ),
+    Fault(
+        "lines below the bound keep the peaks that an earlier take has left",
+        "csrc/cuda",
+        "if (first + lane < lines && !reaches) plan.peaks[first + lane] = 0;",
+        "",
+        ("test_take.py",),
+    ),
     # --- Ties, tails and bounds of kernels
     Fault(
         "tie broken the other way on a CPU: of equals the last ones are taken",
