@@ -63,18 +63,23 @@ def ranks_of_host(world: World) -> int:
 
 
 def crossing_bytes(message: Message, world: World) -> float:
-    """Return the bytes that an operation sends through the interface of this rank's host, or receives if that is more.
+    """Return the bytes that an operation sends through the interface of this rank's host, or receives if that is more."""
+    return max(both_ways(message, world))
+
+
+def both_ways(message: Message, world: World) -> tuple[float, float]:
+    """Return the bytes that an operation sends through the interface of this rank's host, and those that it receives.
 
     Where all ranks are on one host, a ring passes as much between two ranks.
     """
     rounds = world.size - 1
     if message.kind == "reduce":
-        return 2 * rounds * message.bytes / world.size
+        return (2 * rounds * message.bytes / world.size,) * 2
     if message.kind == "gather":
-        return rounds * message.bytes
+        return (float(rounds * message.bytes),) * 2
     out = sum(size for rank, size in message.to.items() if world.on_other_host(rank))
     into = message.bytes_in * sum(map(world.on_other_host, message.senders))
-    return ranks_of_host(world) * max(out, into)
+    return ranks_of_host(world) * out, ranks_of_host(world) * into
 
 
 def bandwidth_of(text: object, of: str) -> float:

@@ -177,7 +177,7 @@ def test_what_is_said_of_thirty_epochs() -> None:
     said = f"ends at {found['orq'][0]:.1f} %, `blocks` gains {-blocks[0]} points (may lose {blocks[1]})."
     assert f"{said} `orq` loses {orq[0]} (at most {orq[1]})," in page
     assert f"`topk` {topk[0]} ({topk[1]}), `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x," in page
-    assert f"and PowerSGD {powersgd[0]} ({powersgd[1]}), which is dense in a tenth of the steps," in page
+    assert f"and PowerSGD {powersgd[0]} ({powersgd[1]}), dense in the first tenth of the steps," in page
     certain = [spec for spec in specs if least(costs_of_seeds("cifar-converged", spec)) > 0]
     assert "Only `topk`'s loss is certain." in page and certain == ["topk:ratio=0.01"]
     dense, *topk = found["topk:ratio=0.01"]

@@ -15,7 +15,7 @@ import torch
 
 from gradcomp.core.requests import World
 from gradcomp.prediction import measure
-from gradcomp.prediction.link import RINGS, crossing_bytes
+from gradcomp.prediction.link import RINGS, both_ways
 from gradcomp.prediction.recording_network import Message
 from laboratory import options, report
 from laboratory.harness import ways
@@ -73,8 +73,9 @@ def costs(spec: str, shapes: Shapes, hosts: int) -> dict[str, float]:
     else:
         every = measure.measure(spec, shapes, world, BUCKET_MB, torch.device("cpu"))
         messages = [part.message for bucket in every for part in bucket.parts if part.message is not None]
+    out, into = map(sum, zip(*(both_ways(message, world) for message in messages), strict=True))
     return {
-        "interface_bytes": sum(crossing_bytes(message, world) for message in messages),
+        "interface_bytes": max(out, into),
         "messages": sum(sent(message, world) for message in messages),
         "received_bytes": sum(received(message, world) for message in messages),
     }

@@ -50,7 +50,7 @@ OTHERS = {
     ),
     "powersgd": Other(
         (DDP,),
-        "DDP's hook; start=200 is dense in the steps before, as its authors advise for a tenth of a training",
+        "DDP's hook; start=200 is dense in the steps before, as torch advises for a tenth of a training",
         "powersgd:rank=4",
         r":rank=([1-9]\d*)(?:,start=([2-9]|[1-9]\d+))?",
     ),
