@@ -41,7 +41,8 @@ for epoch in range(options.epochs):
     accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f} on rank 0, {accelerator.ddp_handler.figures()}")
     accelerator.save_state(options.folder)  # with a file for each rank's state
 
+# All states are there then. With gloo, torch 2.13 may abort a rank that ends while its last operation is let go.
+accelerator.wait_for_everyone()
 names = sorted(path.name for path in Path(options.folder).glob("gradcomp-*"))
 accelerator.print(f"{options.folder} has {', '.join(names)}")
-accelerator.wait_for_everyone()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 accelerator.end_training()
