@@ -130,7 +130,7 @@ void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan
   const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
   const auto count_second = count_digits<ResidualReader, Passing>;
 
-  CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
+  plan.clear(queue);
   LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, peaks.data, plan);
   LAUNCH(take_or_list, tiles, kThreads, 0, queue, reader, hand, passing, plan);
   LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, passing, plan);

@@ -89,6 +89,11 @@ struct Plan {
     list = part(longest_list);
     values = reinterpret_cast<float*>(part(longest_list));
   }
+
+  // Set the parts that must start as zeros.
+  void clear(Queue queue) const {
+    CUDA_TRY(cudaMemsetAsync(choice, 0, zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
+  }
 };
 
 // Call use(four, number) for the fours of a whole tile that are this thread's: 0, 1, 2 and so on. The reader's share of them is

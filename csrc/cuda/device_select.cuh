@@ -261,10 +261,7 @@ static __global__ void __launch_bounds__(kThreads)
   });
 }
 
-inline unsigned source_blocks(int64_t n) {
-  const unsigned tiles = blocks_for(n, kSmallTile);
-  return tiles < kMostSourceBlocks ? tiles : kMostSourceBlocks;
-}
+inline unsigned source_blocks(int64_t n) { return blocks_for(n, kSmallTile, kMostSourceBlocks); }
 
 // Launch the last three kernels: the last digit, then the counts and the handover of the chosen entries.
 template <class Reader, class Hand, class Key>

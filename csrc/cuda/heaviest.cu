@@ -250,11 +250,11 @@ void find(Span<const float> table, const SketchHash& hash, SketchPart part, cons
   using Reader = EstimateReader<kRows>;
   const Reader reader = {hash, table.data, part};
   const Sample sample(n, k, plan.longest_list);
-  const unsigned tiles = blocks_for(n, kTile), blocks = blocks_for(sample.tiles * kSketchTile + 1, 16 * kThreads);
+  const unsigned tiles = blocks_for(n, kTile), blocks = blocks_for(sample.tiles * kSketchTile + 1, 16 * kThreads, kMostBlocks);
   const auto count_second = count_digits<Reader, Magnitude>;
 
-  CUDA_TRY(cudaMemsetAsync(plan.choice, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
-  LAUNCH(sample_digits<kRows>, blocks < kMostBlocks ? blocks : kMostBlocks, kThreads, 0, queue, reader, sample, plan);
+  plan.clear(queue);
+  LAUNCH(sample_digits<kRows>, blocks, kThreads, 0, queue, reader, sample, plan);
   LAUNCH(mark_cells, blocks_for(table.size, kThreads), kThreads, 0, queue, table, cells, plan);
   LAUNCH(mark_reaching<kRows>, tiles, kThreads, 0, queue, hash, part, cells, static_cast<uint32_t>(n), static_cast<uint32_t>(k),
          plan);

@@ -39,4 +39,10 @@ inline unsigned blocks_for(int64_t n, int64_t per_block) {
   return static_cast<unsigned>(blocks);
 }
 
+// The same, but at most so many, which then take several shares each.
+inline unsigned blocks_for(int64_t n, int64_t per_block, unsigned most) {
+  const unsigned blocks = blocks_for(n, per_block);
+  return blocks < most ? blocks : most;
+}
+
 }  // namespace gradcomp::cuda

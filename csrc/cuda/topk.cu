@@ -152,18 +152,16 @@ void take_topk(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<
   const ResidualReader reader = {residual.data};
   const Plan plan(residual.size, k, false, scratch.data);
   const auto n = static_cast<uint32_t>(residual.size), wanted = static_cast<uint32_t>(k);
-  const auto blocks = [](int64_t entries, int64_t each) {
-    const unsigned found = blocks_for(entries, each);
-    return found < kMostBlocks ? found : kMostBlocks;
-  };
 
-  CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
+  plan.clear(queue);
   if (peaks.given()) {
     const auto lines = static_cast<uint32_t>(peaks.size);
-    LAUNCH(count_peaks, blocks(lines, kPeaksOfBlock), kThreads, 0, queue, peaks.data, lines, wanted, plan);
-    LAUNCH(count_by_peaks, blocks(lines, kThreads), kThreads, 0, queue, reader, hand, n, peaks.data, lines, wanted, plan);
+    LAUNCH(count_peaks, blocks_for(lines, kPeaksOfBlock, kMostBlocks), kThreads, 0, queue, peaks.data, lines, wanted, plan);
+    LAUNCH(count_by_peaks, blocks_for(lines, kThreads, kMostBlocks), kThreads, 0, queue, reader, hand, n, peaks.data, lines,
+           wanted, plan);
   }
-  LAUNCH(count_first_digits, blocks(n, kTile), kThreads, 0, queue, reader, hand, n, wanted, peaks.given(), plan);
+  LAUNCH(count_first_digits, blocks_for(n, kTile, kMostBlocks), kThreads, 0, queue, reader, hand, n, wanted, peaks.given(),
+         plan);
   LAUNCH(list_candidates, blocks_for(n, kTile), kThreads, 0, queue, reader, n, plan);
   choose_and_take(reader, hand, n, Magnitude{}, plan, queue);
 }

@@ -80,8 +80,8 @@ a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's
 - `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
   rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook:
   {POWERSGD_FROM} steps go by before it compresses, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's
-  Top-k and Deep Gradient Compression, their authors' code called from our hooks. Their authors advise other settings: PowerSGD
-  after a tenth of the steps, and DGC with a warm-up of ratios, under SGD.
+  Top-k and Deep Gradient Compression, their authors' code called from our hooks. Other settings are advised: PowerSGD after a
+  tenth of the steps, by torch, and DGC with a warm-up of ratios under SGD, by its authors.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose. It was measured before `blocks`, with
   nine and five levels [in its place](../docs/decisions/auto.md#five-bits-and-no-levels)."""
 
