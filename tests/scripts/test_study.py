@@ -117,7 +117,8 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     assert a["worse_at_most"] == pytest.approx(2 + 2.919986 / math.sqrt(3), abs=1e-5)  # worse by 1, 2, 3; t of 2 degrees
     assert (a["steps_to_loss"], a["times_the_steps"]) == (90, 90 / 80)
     assert (b["seeds"], b["worse_at_most"], b["steps_to_loss"]) == ([0, 1], 0, None)
-    assert c["steps_to_loss"] is None
+    assert c["steps_to_loss"] is None and c["losses"] == [None] * 10
+    assert dense["losses"] == [94.5 - 10 * part for part in range(10)]
     table = study.markdown("accuracy", [dense, a, b]).splitlines()
     assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x ", " 1.12 x "]
     assert table[-1].endswith("| never | never |")
@@ -129,6 +130,7 @@ def test_one_seed_has_no_bounds() -> None:
     line = study.summarize("mlp", records, least=1)[1]
     assert (line["score"], line["worse_than_dense"], line["times_the_steps"]) == (97, 1, 1)
     assert [line[name] for name in ("score_error", "worse_at_most", "times_at_most")] == [None] * 3
+    assert line["losses"] == [3, 2, 1]
     assert study.markdown("accuracy", [line]).splitlines()[-1] == "| `a` | 97.00 | +1.000 |  | 100.0 x | 1.00 x |  |"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
@@ -22,6 +23,9 @@ from laboratory.tasks.task import Settings
 
 # The share of dense's steps after which its training loss is the goal of the others.
 GOAL_AT = 0.8
+
+# The parts of a training whose mean losses a record holds. By that of the last one, learning rates are chosen.
+PARTS = 10
 
 Line = dict[str, Any]
 BySeed = dict[int, Record]
@@ -160,21 +164,28 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "steps_to_loss": reached,
         "times_the_steps": reached / steps if reached is not None else None,
         "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
+        "losses": _in_parts(_losses(own)),
         "seconds": round(statistics.median(record["seconds"] for record in own), 1),
         "warned_at": [record.get("warned_at") for record in own],  # the step in which simulated ranks warned, by seed
     }
 
 
-def _curve(records: Sequence[Record]) -> list[float]:
-    losses = zip(*(record["losses"] for record in records), strict=True)
-    return stats.smooth([statistics.fmean(values) for values in losses])
+def _in_parts(losses: Sequence[float]) -> list[float | None]:
+    """Return the mean loss of each part of a training; fewer parts where it has fewer steps."""
+    parts = min(PARTS, len(losses))
+    ends = [part * len(losses) // parts for part in range(parts + 1)]
+    return [or_none(statistics.fmean(losses[start:end])) for start, end in itertools.pairwise(ends)]
+
+
+def _losses(records: Sequence[Record]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*(record["losses"] for record in records), strict=True)]
 
 
 def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
     """Return the first step, counted from 1, in which the loss is down at dense's; None if it never is."""
-    goals = _curve(dense)
+    goals = stats.smooth(_losses(dense))
     goal = goals[max(1, round(GOAL_AT * len(goals))) - 1]
-    return next((step for step, value in enumerate(_curve(own), 1) if value <= goal), None)
+    return next((step for step, value in enumerate(stats.smooth(_losses(own)), 1) if value <= goal), None)
 
 
 def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int | None, steps: int) -> float | None:
@@ -195,15 +206,8 @@ def or_none(value: float) -> float | None:
 
 def markdown(score_name: str, lines: Sequence[Line]) -> str:
     """Write the table of one task."""
-    heads = [
-        "spec",
-        score_name,
-        "worse than dense",
-        "at most (95 %)",
-        "bytes, dense / sent",
-        "steps to dense's loss",
-        "at most (95 %)",
-    ]
+    bound = "at most (95 %)"
+    heads = ["spec", score_name, "worse than dense", bound, "bytes, dense / sent", "steps to dense's loss", bound]
     with_errors = any(line.get("squared_error") is not None for line in lines)  # older records have some
     with_warnings = any(step is not None for line in lines for step in line.get("warned_at", ()))
     more = ["relative squared error"] * with_errors + ["warned in step"] * with_warnings
