@@ -17,7 +17,6 @@ STUDIES = {
     "the same, 3 seeds": ["study-cifar"],
     "text, AdamW, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
     "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
-    "text, AdamW, 500 steps, rate 0.002, 5 seeds": ["study-blocks-text-2e3"],
     "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
     "pictures, SGD with momentum, 5 seeds": ["study-blocks-cifar"],
     "digits, SGD with momentum, 5 seeds": ["study-blocks-conv"],
@@ -181,12 +180,8 @@ def test_what_five_bits_cost_a_text() -> None:
     shares = [100 * blocks[key] / dense["score"] for key in ("worse_than_dense", "worse_at_most")]
     said = f"it costs {shares[0]:.2f} % of the perplexity, and at most {shares[1]:.2f} % with 95 % confidence"
     assert said in (PAGES / "blocks.md").read_text() and len(dense["scores"]) == 5 and shares[1] <= 0.1
-    dense, blocks = (lines("study-blocks-text-2e3")[spec] for spec in ("dense", "blocks"))
-    shares = [100 * blocks[key] / dense["score"] for key in ("worse_than_dense", "worse_at_most")]
-    assert f"In the second it is {shares[0]:.2f} and {shares[1]:.2f} %" in (PAGES / "blocks.md").read_text()
-    dense, blocks = (lines("study-blocks-text-best-rate")[spec] for spec in ("dense", "blocks"))
+    dense = lines("study-blocks-text-best-rate")["dense"]
     seeds = dense["scores"]
-    assert f"third it is at most {100 * blocks['worse_at_most'] / dense['score']:.2f} %" in (PAGES / "blocks.md").read_text()
     assert f"between {min(seeds):.2f} and {max(seeds):.2f}" in (PAGES / "blocks.md").read_text()
 
 

@@ -199,26 +199,23 @@ def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
     row = f"{own[0]:.2f} points ({score - own[0]:.2f} % right; uncompressed: {score:.2f}) | {own[1]:.2f} points |"
     assert f"| `topk` | a net under SGD on CIFAR-10, [12](docs/results.md#scores-and-bytes) | {row}" in README
-    of_blocks, best = (
-        "[{}](docs/algorithms/blocks.md#results)",
-        "trained twice as long, at uncompressed training's best learning rate",
-    )
+    of_blocks, of_results = "docs/algorithms/blocks.md#results", "docs/results.md#scores-and-bytes"
     rows = {
-        (
-            "blocks-text",
-            "blocks",
-        ): f"a transformer under AdamW, at a low learning rate, {of_blocks} | {{:.2f}} % of its perplexity | {{:.2f}} %",
-        ("shakespeare-rest", "orq"): "the same, [{}](docs/algorithms/orq.md#results) | {:.1f} % | {:.1f} %",
-        ("shakespeare", "topk"): "the same, [{}](docs/results.md#scores-and-bytes) | {:.1f} % | {:.1f} %",
-        ("blocks-text-best-rate", "blocks"): f"the transformer, {best}, {of_blocks} | {{:.1f}} % | {{:.1f}} %",
+        ("blocks-text-best-rate", "blocks"): f"a transformer under AdamW, 500 steps, [{{}}]({of_blocks})",
+        ("shakespeare-best-rate", "orq"): f"the same, [{{}}]({of_results})",
+        ("shakespeare-best-rate", "topk"): f"the same, [{{}}]({of_results})",
     }
-    for (study, name), said in rows.items():
+    for (study, name), training in rows.items():
         spec = "topk:ratio=0.01" if name == "topk" else name
         score, *own = costs(study, spec)
-        seeds = seeds_of(study, spec)
-        assert f"| `{name}` | {said.format(seeds, *(100 * each / score for each in own))} |" in README, (study, spec)
-    score, worse, _ = costs("shakespeare", "topk:ratio=0.01")
-    assert f"`topk` ended ahead ({100 * worse / score:.1f} %) at a low learning rate" in README
+        worse, most = (f"{100 * each / score:.1f} %" for each in own)
+        said = f"{training.format(seeds_of(study, spec))} | {worse}{' of its perplexity' * (name == 'blocks')} | {most} |"
+        assert f"| `{name}` | {said}" in README, (study, spec)
+    tuned = results.best(results.RATES)
+    score, topk = tuned["dense"]["score"], tuned["topk:ratio=0.01"]
+    worse, most = (100 * topk[key] / score for key in ("worse_than_dense", "worse_at_most"))
+    training = f"a smaller transformer, 3,000 steps, each at its best of four rates, [3]({of_results})"
+    assert f"| `topk` | {training} | {worse:.1f} % | {most:.1f} % |" in README
     assert (
         line("cifar-large", 4, "10gbit", "topk")["over"]["stock"]["at_most"] > 1
         and "10 Gbit/s gain little or nothing" in README
@@ -227,19 +224,15 @@ def test_what_readme_says_of_specs() -> None:
 
 def test_the_scores_of_which_spec() -> None:
     pictures = {"topk": "topk:ratio=0.01", "sdagc": "sdagc:density=0.01"}
-    texts = {"topk": "shakespeare", "blocks": "blocks-text"}
-    for row in ("blocks", "orq:levels=9", "orq", "sdagc", "topk"):
-        found = (
-            []
-            if row == "orq:levels=9"
-            else [costs("blocks-cifar" if row == "blocks" else "cifar-best", pictures.get(row, row))]
-        )
-        found.append(costs(texts.get(row, "shakespeare-rest"), "topk:ratio=0.01" if row == "topk" else row))
+    for row in ("blocks", "orq", "sdagc", "topk"):
+        found = [costs("blocks-cifar" if row == "blocks" else "cifar-best", pictures.get(row, row))]
+        text = "blocks-text" if row == "blocks" else "shakespeare"
+        found.append(costs(f"{text}-best-rate", "topk:ratio=0.01" if row == "topk" else row))
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
-        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \|(?: \|)? {re.escape(' | '.join(cells))} \|"
+        said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \| {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
-    score, worse, most = costs("blocks-text-best-rate", "blocks")
-    assert f"dense ends at {score:.2f}, and `blocks` adds [{worse:.2f} ({most:.2f})]" in WHICH
+    (task,) = json.loads((RESULTS / "study-shakespeare-best-rate.json").read_text())["tasks"].values()
+    assert f"Under `dense` it is {task['lines'][0]['score']:.2f}." in WHICH
 
 
 def test_what_which_spec_says_of_ratios() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -12,9 +13,11 @@ import pytest
 from documents import ROOT
 
 from documentation import results
+from laboratory import stats
 
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = results.PAGE.read_text()
+WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 FLAT = " ".join(PAGE.split())
 
 
@@ -75,6 +78,56 @@ def test_what_the_page_says_of_scores() -> None:
     assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
     spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
     assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
+
+
+def rate_of(name: str) -> float:
+    (task,) = record(name)["tasks"].values()
+    return float(task["settings"]["lr"])
+
+
+def test_what_the_page_says_of_tuned_rates() -> None:
+    """Dense and each spec have the rate with their least training loss; each of these is between two that are worse."""
+    best, dense = results.best(results.RATES), results.best(results.RATES)["dense"]
+    blocks, orq, topk, sdagc = (best[spec] for spec in ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042"))
+    shares = [
+        [f"{100 * line[key] / dense['score']:.1f}" for key in ("worse_than_dense", "worse_at_most")]
+        for line in (blocks, orq, topk, sdagc)
+    ]
+    said = "`blocks` adds {} % (at most {}), `orq` {} ({}), `topk` {} ({}), and `sdagc` {} ({})".format(
+        *itertools.chain(*shares)
+    )
+    said = f"ends at a perplexity of {dense['score']:.2f}. {said} at {sdagc['compression']:.0f} x."
+    assert f"{said} Of these, only `sdagc`'s loss is certain." in FLAT
+    at_denses = study(next(name for name in results.RATES if dense["rate"] == rate_of(name)))
+    assert at_denses["topk:ratio=0.03"]["worse_than_dense"] > at_denses["topk:ratio=0.01"]["worse_at_most"]
+    every = [dense["scores"], *(line["scores"] for line in (blocks, orq, topk, sdagc))]
+    assert {len(scores) for scores in every} == {3}
+    certain = [-stats.upper_bound([b - a for a, b in zip(own, every[0], strict=True)]) > 0 for own in every[1:]]
+    assert certain == [False, False, False, True]
+    tried = sorted(rate_of(name) for name in results.RATES)
+    assert all(line["rate"] in tried[1:-1] for line in best.values())
+
+
+def test_what_the_page_says_of_the_larger_text() -> None:
+    lines = study("study-shakespeare-best-rate")
+    dense = lines["dense"]
+    seeds = "{:.2f}, {:.2f} and {:.2f}".format(*sorted(dense["scores"]))
+    shares = {spec: [100 * lines[spec][f"worse_{of}"] / dense["score"] for of in ("than_dense", "at_most")] for spec in lines}
+    topk, orq, sdagc = (shares[spec] for spec in ("topk:ratio=0.01", "orq", "sdagc"))
+    said = f"dense's seeds end at {seeds}. `topk` ends {-topk[0]:.1f} % lower (at most {topk[1]:.1f} higher)"
+    assert (
+        f"{said}, `orq` {orq[0]:.1f} higher ({orq[1]:.1f}), `sdagc` {sdagc[0]:.1f} ({sdagc[1]:.1f}): nothing is certain."
+        in FLAT
+    )
+    for spec in shares.keys() - {"dense"}:
+        worse = [a - b for a, b in zip(lines[spec]["scores"], dense["scores"], strict=True)]
+        assert -stats.upper_bound([-each for each in worse]) < 0 < stats.upper_bound(worse)
+    assert f"ended [{shares_of_best('topk:ratio=0.01'):.1f} % above](results.md#scores-and-bytes) `dense`'s" in WHICH
+
+
+def shares_of_best(spec: str) -> float:
+    best = results.best(results.RATES)
+    return float(100 * best[spec]["worse_than_dense"] / best["dense"]["score"])
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
