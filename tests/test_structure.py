@@ -324,7 +324,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (19_165, 127), "scripts": (11_580, 96), "tests": (38_700, 282)}
+TOTALS = {"gradcomp": (19_165, 127), "scripts": (11_600, 96), "tests": (38_700, 282)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

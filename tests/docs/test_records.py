@@ -192,7 +192,9 @@ def test_what_is_said_of_a_fine_tuning() -> None:
     found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
     (dense, topk, most), (_, blocks, most_blocks), (_, orq, most_orq) = found.values()
     said = f"perplexities of {dense + topk:.2f} and {dense + blocks:.2f} beside {dense:.2f}"
-    assert f"{said} (at most {most:.2f} and {most_blocks:.2f} more), with `orq` {dense + orq:.2f} ({most_orq:.2f})" in page
+    assert f"{said} (at most {most:.2f} and {most_blocks:.2f} more), `orq` has: {dense + orq:.2f} ({most_orq:.2f})." in page
+    worse = {spec: least([-x for x in costs_of_seeds("fine-tuned", spec)]) for spec in found}
+    assert worse["orq"] > 0 > max(worse["topk:ratio=0.01"], worse["blocks"])
 
 
 def test_what_readme_says_of_specs() -> None:
@@ -211,7 +213,7 @@ def test_what_readme_says_of_specs() -> None:
         worse, most = (f"{100 * each / score:.1f} %" for each in own)
         said = f"{training.format(seeds_of(study, spec))} | {worse}{' of its perplexity' * (name == 'blocks')} | {most} |"
         assert f"| `{name}` | {said}" in README, (study, spec)
-    tuned = results.best(results.RATES)
+    tuned = results.best(results.OF_TEXT)
     score, topk = tuned["dense"]["score"], tuned["topk:ratio=0.01"]
     worse, most = (100 * topk[key] / score for key in ("worse_than_dense", "worse_at_most"))
     training = f"a smaller transformer, 3,000 steps, each at its best of four rates, [3]({of_results})"
@@ -231,8 +233,17 @@ def test_the_scores_of_which_spec() -> None:
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
         said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \| {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
-    (task,) = json.loads((RESULTS / "study-shakespeare-best-rate.json").read_text())["tasks"].values()
-    assert f"Under `dense` it is {task['lines'][0]['score']:.2f}." in WHICH
+    three, five = (costs(f"{name}-best-rate", spec)[0] for name, spec in (("shakespeare", "orq"), ("blocks-text", "blocks")))
+    assert f"Under `dense` it is {three:.2f} (five seeds: {five:.2f}). None of these is certain." in WHICH
+    for name, specs in (("shakespeare", ("topk:ratio=0.01", "orq", "sdagc")), ("blocks-text", ("blocks",))):
+        assert all(least([-x for x in costs_of_seeds(f"{name}-best-rate", spec)]) < 0 for spec in specs)
+    dense, worse, most = costs("text-converged-16e3", "topk:ratio=0.01")
+    said = f"perplexity ended [{100 * worse / dense:.1f} % above](../benchmarks/studies.md#text-3000-steps-four-rates)"
+    assert f"At 0.016, {said} `dense`'s (at most {100 * most / dense:.1f})." in WHICH
+    best = results.best(results.OF_TEXT)
+    shares = [100 * best["topk:ratio=0.01"][key] / best["dense"]["score"] for key in ("worse_than_dense", "worse_at_most")]
+    said = "tuned rates, `topk` [adds {:.1f} %](results.md#scores-and-bytes) (at most {:.1f})."
+    assert said.format(*shares) in " ".join(WHICH.split())
 
 
 def test_what_which_spec_says_of_ratios() -> None:

@@ -17,7 +17,6 @@ from laboratory import stats
 
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = results.PAGE.read_text()
-WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 FLAT = " ".join(PAGE.split())
 
 
@@ -87,7 +86,7 @@ def rate_of(name: str) -> float:
 
 def test_what_the_page_says_of_tuned_rates() -> None:
     """Dense and each spec have the rate with their least training loss; each of these is between two that are worse."""
-    best, dense = results.best(results.RATES), results.best(results.RATES)["dense"]
+    best, dense = results.best(results.OF_TEXT), results.best(results.OF_TEXT)["dense"]
     blocks, orq, topk, sdagc = (best[spec] for spec in ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042"))
     shares = [
         [f"{100 * line[key] / dense['score']:.1f}" for key in ("worse_than_dense", "worse_at_most")]
@@ -98,14 +97,23 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     )
     said = f"ends at a perplexity of {dense['score']:.2f}. {said} at {sdagc['compression']:.0f} x."
     assert f"{said} Of these, only `sdagc`'s loss is certain." in FLAT
-    at_denses = study(next(name for name in results.RATES if dense["rate"] == rate_of(name)))
-    assert at_denses["topk:ratio=0.03"]["worse_than_dense"] > at_denses["topk:ratio=0.01"]["worse_at_most"]
+    at_denses = study(next(name for name in results.OF_TEXT if dense["rate"] == rate_of(name)))
+    three, one = (at_denses[f"topk:ratio={ratio}"]["worse_than_dense"] for ratio in (0.03, 0.01))
+    assert three > one and "seems to [lose more]" in FLAT
     every = [dense["scores"], *(line["scores"] for line in (blocks, orq, topk, sdagc))]
     assert {len(scores) for scores in every} == {3}
     certain = [-stats.upper_bound([b - a for a, b in zip(own, every[0], strict=True)]) > 0 for own in every[1:]]
     assert certain == [False, False, False, True]
-    tried = sorted(rate_of(name) for name in results.RATES)
+    tried = sorted(rate_of(name) for name in results.OF_TEXT)
     assert all(line["rate"] in tried[1:-1] for line in best.values())
+
+
+def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
+    assert "At the best of four rates, no difference is certain." in FLAT
+    best = results.best(results.OF_PICTURES)
+    for line in best.values():
+        worse = [a - b for a, b in zip(best["dense"]["scores"], line["scores"], strict=True)]
+        assert len(worse) == 3 and -stats.upper_bound([-each for each in worse]) <= 0 <= stats.upper_bound(worse)
 
 
 def test_what_the_page_says_of_the_larger_text() -> None:
@@ -115,19 +123,13 @@ def test_what_the_page_says_of_the_larger_text() -> None:
     shares = {spec: [100 * lines[spec][f"worse_{of}"] / dense["score"] for of in ("than_dense", "at_most")] for spec in lines}
     topk, orq, sdagc = (shares[spec] for spec in ("topk:ratio=0.01", "orq", "sdagc"))
     said = f"dense's seeds end at {seeds}. `topk` ends {-topk[0]:.1f} % lower (at most {topk[1]:.1f} higher)"
-    assert (
-        f"{said}, `orq` {orq[0]:.1f} higher ({orq[1]:.1f}), `sdagc` {sdagc[0]:.1f} ({sdagc[1]:.1f}): nothing is certain."
-        in FLAT
-    )
+    said = f"{said}, `orq` {orq[0]:.1f} higher ({orq[1]:.1f}), `sdagc` {sdagc[0]:.1f} ({sdagc[1]:.1f})"
+    of_blocks = study("study-blocks-text-best-rate")
+    blocks = 100 * of_blocks["blocks"]["worse_than_dense"] / of_blocks["dense"]["score"]
+    assert f"{said}, [`blocks`](algorithms/blocks.md#results) {-blocks:.1f} lower: nothing is certain." in FLAT
     for spec in shares.keys() - {"dense"}:
         worse = [a - b for a, b in zip(lines[spec]["scores"], dense["scores"], strict=True)]
         assert -stats.upper_bound([-each for each in worse]) < 0 < stats.upper_bound(worse)
-    assert f"ended [{shares_of_best('topk:ratio=0.01'):.1f} % above](results.md#scores-and-bytes) `dense`'s" in WHICH
-
-
-def shares_of_best(spec: str) -> float:
-    best = results.best(results.RATES)
-    return float(100 * best[spec]["worse_than_dense"] / best["dense"]["score"])
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
@@ -152,7 +154,8 @@ def test_the_verdict_of_sdagc() -> None:
     assert lstm["steps_to_loss"] is None and digits["sdagc:density=0.00043,small=pool"]["steps_to_loss"] is None
     assert f"At 2,041 and {lstm['compression']:.0f} x the training loss stays above dense's." in text
     own = cifar["sdagc:density=0.01"]
-    assert f"{own['worse_than_dense']:.1f} points ({own['worse_at_most']:.1f}) at {own['compression']:.0f} x" in text
+    said_of = f"({own['worse_than_dense']:.1f} points, at most {own['worse_at_most']:.1f})"
+    assert f"loses nothing certain at {own['compression']:.0f} x {said_of}" in text
 
 
 def test_the_verdicts_of_sketches() -> None:
