@@ -73,6 +73,10 @@ def test_what_is_said_of_local_steps() -> None:
 
     dense, often, rarely = (f"local:{way}" for way in ("30/0.9/0.7/dense", "10/0.9/0.7/sign", "32/0.9/0.7/sign"))
     assert f"are {above('steps', dense):.0f} to {above('steps', rarely):.0f} % larger" in page
+    at_best = [above("best-rate", way) for way in (often, dense, rarely)]
+    assert f"({min(at_best):.0f} to {max(at_best):.0f} at [0.016]" in page
+    rates = [results.best([name])["dense"] for name in results.OF_TEXT]
+    assert min(rates, key=lambda line: line["losses"][-1])["rate"] == 0.016
     assert f"ends {above('steps', rarely, dense):.1f} % above `dense` with `every=30`" in page
     assert f"With `every=10` it ends {above('steps', often, dense):.1f} % above that" in page
     periods = [above("periods", f"local:{every}/0.9/0.7/dense") for every in (15, 30, 60)]
