@@ -114,12 +114,7 @@ STUDIES: list[tuple[str, tuple[str, ...], bool, Mapping[str, str]]] = [
         "Text, best of 4 rates, 3 seeds: % above dense's {:.2f}",
         OF_TEXT,
         True,
-        {
-            "sdagc 0.42 %": "sdagc:density=0.0042",
-            "topk": "topk:ratio=0.01",
-            "orq": "orq",
-            "blocks": "blocks",
-        },
+        {"sdagc 0.42 %": "sdagc:density=0.0042", "topk": "topk:ratio=0.01", "orq": "orq", "blocks": "blocks"},
     ),
     (
         "Text, larger, 500 steps, 3 seeds: % above dense's {:.2f}",
@@ -164,11 +159,10 @@ def best(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             known = found.get(line["spec"])
             if known is None or line["losses"][-1] < known["losses"][-1]:
                 found[line["spec"]] = {**line, "rate": task["settings"]["lr"]}
-    if len(names) > 1:
-        sign = 1 if task["score"] == PERPLEXITY[0] else -1
-        for line in found.values():
-            worse = [sign * (a - b) for a, b in zip(line["scores"], found["dense"]["scores"], strict=True)]
-            line |= {"worse_than_dense": fmean(worse), "worse_at_most": upper_bound(worse)}
+    sign = 1 if task["score"] == PERPLEXITY[0] else -1
+    for line in found.values():
+        worse = [sign * (a - b) for a, b in zip(line["scores"], found["dense"]["scores"], strict=True)]
+        line |= {"worse_than_dense": fmean(worse), "worse_at_most": upper_bound(worse)}
     return found
 
 

@@ -13,7 +13,7 @@ from documents import ROOT
 from documentation import local_steps, results, scale, step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
-from laboratory.stats import upper_bound
+from laboratory.stats import lower_bound
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -161,11 +161,6 @@ def costs_of_seeds(study: str, spec: str) -> list[float]:
     return [a - b for a, b in zip(dense["scores"], own["scores"], strict=True)]
 
 
-def least(values: list[float]) -> float:
-    """Return the bound that a mean stays above with 95 % confidence."""
-    return -upper_bound([-value for value in values])
-
-
 def seeds_of(study: str, spec: str) -> int:
     (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
     return len(next(each for each in task["lines"] if each["spec"] == spec)["seeds"])
@@ -182,7 +177,7 @@ def test_what_is_said_of_thirty_epochs() -> None:
     assert f"{said} `orq` loses {orq[0]} (at most {orq[1]})," in page
     assert f"`topk` {topk[0]} ({topk[1]}), `sdagc` {sdagc[0]} ({sdagc[1]}) at {ratio:.0f} x," in page
     assert f"and PowerSGD {powersgd[0]} ({powersgd[1]}), dense in the first tenth of the steps," in page
-    certain = [spec for spec in specs if least(costs_of_seeds("cifar-converged", spec)) > 0]
+    certain = [spec for spec in specs if lower_bound(costs_of_seeds("cifar-converged", spec)) > 0]
     assert "Only `topk`'s loss is certain." in page and certain == ["topk:ratio=0.01"]
     dense, *topk = found["topk:ratio=0.01"]
     row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
@@ -197,7 +192,7 @@ def test_what_is_said_of_a_fine_tuning() -> None:
     (dense, topk, most), (_, blocks, most_blocks), (_, orq, most_orq) = found.values()
     said = f"perplexities of {dense + topk:.2f} and {dense + blocks:.2f} beside {dense:.2f}"
     assert f"{said} (at most {most:.2f} and {most_blocks:.2f} more), `orq` has: {dense + orq:.2f} ({most_orq:.2f})." in page
-    worse = {spec: least([-x for x in costs_of_seeds("fine-tuned", spec)]) for spec in found}
+    worse = {spec: lower_bound([-x for x in costs_of_seeds("fine-tuned", spec)]) for spec in found}
     assert worse["orq"] > 0 > max(worse["topk:ratio=0.01"], worse["blocks"])
 
 
@@ -240,7 +235,7 @@ def test_the_scores_of_which_spec() -> None:
     three, five = (costs(f"{name}-best-rate", spec)[0] for name, spec in (("shakespeare", "orq"), ("blocks-text", "blocks")))
     assert f"Under `dense` it is {three:.2f} (five seeds: {five:.2f}). None of these is certain." in WHICH
     for name, specs in (("shakespeare", ("topk:ratio=0.01", "orq", "sdagc")), ("blocks-text", ("blocks",))):
-        assert all(least([-x for x in costs_of_seeds(f"{name}-best-rate", spec)]) < 0 for spec in specs)
+        assert all(lower_bound([-x for x in costs_of_seeds(f"{name}-best-rate", spec)]) < 0 for spec in specs)
     dense, worse, most = costs("text-converged-16e3", "topk:ratio=0.01")
     said = f"perplexity ended [{100 * worse / dense:.1f} % above](../benchmarks/studies.md#text-3000-steps-four-rates)"
     assert f"At 0.016, {said} `dense`'s (at most {100 * most / dense:.1f})." in WHICH

@@ -13,7 +13,7 @@ import pytest
 from documents import ROOT
 
 from documentation import results
-from laboratory import stats
+from laboratory.stats import lower_bound, upper_bound
 
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = results.PAGE.read_text()
@@ -86,7 +86,8 @@ def rate_of(name: str) -> float:
 
 def test_what_the_page_says_of_tuned_rates() -> None:
     """Dense and each spec have the rate with their least training loss; each of these is between two that are worse."""
-    best, dense = results.best(results.OF_TEXT), results.best(results.OF_TEXT)["dense"]
+    best = results.best(results.OF_TEXT)
+    dense = best["dense"]
     blocks, orq, topk, sdagc = (best[spec] for spec in ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042"))
     shares = [
         [f"{100 * line[key] / dense['score']:.1f}" for key in ("worse_than_dense", "worse_at_most")]
@@ -102,7 +103,7 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     assert three > one and "seems to [lose more]" in FLAT
     every = [dense["scores"], *(line["scores"] for line in (blocks, orq, topk, sdagc))]
     assert {len(scores) for scores in every} == {3}
-    certain = [-stats.upper_bound([b - a for a, b in zip(own, every[0], strict=True)]) > 0 for own in every[1:]]
+    certain = [lower_bound([a - b for a, b in zip(own, every[0], strict=True)]) > 0 for own in every[1:]]
     assert certain == [False, False, False, True]
     tried = sorted(rate_of(name) for name in results.OF_TEXT)
     assert all(line["rate"] in tried[1:-1] for line in best.values())
@@ -113,7 +114,7 @@ def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
     best = results.best(results.OF_PICTURES)
     for line in best.values():
         worse = [a - b for a, b in zip(best["dense"]["scores"], line["scores"], strict=True)]
-        assert len(worse) == 3 and -stats.upper_bound([-each for each in worse]) <= 0 <= stats.upper_bound(worse)
+        assert len(worse) == 3 and lower_bound(worse) <= 0 <= upper_bound(worse)
 
 
 def test_what_the_page_says_of_the_larger_text() -> None:
@@ -129,7 +130,7 @@ def test_what_the_page_says_of_the_larger_text() -> None:
     assert f"{said}, [`blocks`](algorithms/blocks.md#results) {-blocks:.1f} lower: nothing is certain." in FLAT
     for spec in shares.keys() - {"dense"}:
         worse = [a - b for a, b in zip(lines[spec]["scores"], dense["scores"], strict=True)]
-        assert -stats.upper_bound([-each for each in worse]) < 0 < stats.upper_bound(worse)
+        assert lower_bound(worse) < 0 < upper_bound(worse)
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
