@@ -55,6 +55,18 @@ def test_a_study_has_a_line_for_every_way_of_every_task(studied: Path) -> None:
         assert 6.5 < topk["compression"] < 7.2  # half of the entries, 9 bits each
 
 
+@pytest.mark.slow
+def test_gradients_of_two_batches_are_added_up_and_sent_in_half_the_bits(tmp_path: Path) -> None:
+    """Five batches make two steps of bf16, beside five of dense: as many batches, a quarter of the bytes."""
+    chosen = command(tmp_path, "mlp")
+    chosen[chosen.index(f"dense;{SPEC}")] = "bf16:steps=2"
+    chosen[chosen.index("steps=3,batch=2,mlp.width=8")] = "steps=5,batch=2,mlp.width=8"
+    assert main(chosen) == 0
+    dense, added_up = result_in(tmp_path)["tasks"]["mlp"]["lines"]
+    assert (len(dense["losses"]), len(added_up["losses"])) == (5, 2)
+    assert dense["compression"] == 1 and added_up["compression"] == 4
+
+
 def test_local_steps_send_once_in_so_many_steps(tmp_path: Path) -> None:
     """Six steps with a synchronization after each second one, and after each fourth and at the end."""
     chosen = command(tmp_path, "mlp")

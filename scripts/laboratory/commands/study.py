@@ -85,7 +85,7 @@ def run(chosen: argparse.Namespace) -> int:
 def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, seed: int, data: str) -> Training:
     """Return the training of one way and seed; refuse one that cannot be compared."""
     if not ways.is_studied(way):
-        raise Refused(f"--specs {way}: a study needs ways that exchange gradients in each step and count their bytes")
+        raise Refused(f"--specs {way}: a study needs ways that exchange gradients and count their bytes")
     if chosen.rate and not chosen.door:
         raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
     is_local = ways.local_of(way) is not None

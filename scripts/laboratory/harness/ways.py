@@ -100,9 +100,9 @@ def is_spec(way: str) -> bool:
 
 
 def is_studied(way: str) -> bool:
-    """Return True if a study can train by this way: one that exchanges gradients in each step, and counts its bytes."""
+    """Return True if a study can train by this way: one that exchanges gradients, and counts its bytes."""
     found = other(way)
-    return found is None or (found[0] in ("stock", "fp16", "bf16", "powersgd") and passes(way) == 1)
+    return found is None or found[0] in ("stock", "fp16", "bf16", "powersgd")
 
 
 def clips(way: str, door: str) -> bool:
