@@ -11,7 +11,7 @@ from typing import Any
 
 from documentation import step_times
 from documentation.charts import Bar, Bounded, Sheet, bars, bounds
-from laboratory.commands.accuracy import DOORS, RECORDS, launched
+from laboratory.commands.steps import DOORS, launched
 from laboratory.machine import ROOT
 from laboratory.report import filled, read
 from laboratory.stats import upper_bound
@@ -176,7 +176,7 @@ def steps() -> str:
     """Draw the milliseconds of a step."""
     sheet = Sheet("Milliseconds of a step, by link, under DDP and under Horovod")
     for task, about in CLUSTERS.items():
-        every = {door: launched(RECORDS, task, door) for door in DOORS}
+        every = {door: launched(task, door) for door in DOORS}
         sheet.heading(f"{about}: ms a step")
         for rate, link in LINKS.items():
             lines = {door: {line["way"]: line for line in of[HOSTS, rate]["lines"]} for door, of in every.items()}
@@ -198,7 +198,7 @@ def seconds() -> str:
     sheet = Sheet("Seconds until a training's loss is down at dense's, by link, under DDP and under Horovod")
     for task, (records, racers) in RACES.items():
         by_spec = {line["spec"]: line for name in records for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]}
-        every = {door: launched(RECORDS, task, door) for door in DOORS}
+        every = {door: launched(task, door) for door in DOORS}
         sheet.heading(f"{CLUSTERS[task]}: s until the loss is dense's")
         for rate, link in LINKS.items():
             ms = {door: {line["way"]: line["ms"]["median"] for line in of[HOSTS, rate]["lines"]} for door, of in every.items()}

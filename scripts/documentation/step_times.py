@@ -1,4 +1,4 @@
-"""The tables of benchmarks/step-times.md, from the records: steps on clusters, steps under FSDP2, and final scores.
+"""The tables of benchmarks/step-times.md, from the records: steps on clusters, and under FSDP2.
 
 PYTHONPATH=scripts python -m documentation.step_times    writes them anew
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from laboratory.commands.accuracy import DOORS, HOSTS, LINKS, RECORDS, cluster, curves, launched
+from laboratory.commands.steps import DOORS, HOSTS, LINKS, cluster, launched
 from laboratory.machine import ROOT
-from laboratory.report import figure, filled, markdown, read
+from laboratory.report import filled, markdown, read
 
 PAGE = ROOT / "benchmarks" / "step-times.md"
 FSDP2 = {"fsdp": "shards", "hsdp": "replicas of two shards", "replicate": "replicas"}
@@ -18,7 +18,7 @@ TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
 
 def steps(task: str, door: str) -> str:
     """Write the milliseconds of a step: a row for each way, a column for each cluster."""
-    every = {place: record["lines"] for place, record in launched(RECORDS, task, door).items()}
+    every = {place: record["lines"] for place, record in launched(task, door).items()}
     places = [(hosts, rate) for hosts in HOSTS for rate in LINKS if (hosts, rate) in every]
     ways = list(dict.fromkeys(line["way"] for place in places for line in every[place]))
     rows = [["ms a step", *(cluster(*place) for place in places)]]
@@ -52,19 +52,11 @@ def gradient_bytes(run: Any, way: str) -> float:
     return sent / int(run["parameters"])
 
 
-def scores() -> str:
-    """Write the final scores of every way, each with the best learning rate that was tried."""
-    ends = {task: {way: curve[-1][1] for way, (_, curve) in curves(task, RECORDS)[0].items()} for task in TASKS}
-    ways = sorted(dict.fromkeys(way for own in ends.values() for way in own), key=lambda way: -ends["cifar-large"].get(way, 0))
-    rows = [[f"`{way}`", *(figure(own.get(way), "{:.2f}", "") for own in ends.values())] for way in ways]
-    return markdown([["way", "CIFAR, accuracy in %", "text, perplexity"], *rows])
-
-
 def written(page: str) -> str:
     """Return the page with the tables of the records."""
     tables = {f"{about}, {called}": steps(task, door) for task, about in TASKS.items() for door, called in DOORS.items()}
     tables |= {f"FSDP2, {about}": fsdp2(door) for door, about in FSDP2.items()}
-    for place, table in {**tables, "final scores": scores()}.items():
+    for place, table in tables.items():
         page = filled(PAGE, page, place, table)
     return page
 

@@ -121,7 +121,7 @@ def test_what_half_and_dense_say() -> None:
     assert "less than 0.01 of 10.50 perplexity (three seeds)" in (PAGES / "half.md").read_text()
     assert bf16["worse_at_most"] < 0.01 and len(bf16["seeds"]) == 3
     ms = {}
-    for path in (RECORDS / "accuracy" / "launches").glob("cifar-large-ddp-4-hosts-1*0*bit-*.json"):
+    for path in (RECORDS / "steps").glob("cifar-large-ddp-4-hosts-1*0*bit-*.json"):
         launch = json.loads(path.read_text())
         rate = re.findall(r"hosts-(\w+)-width", path.name)[0]
         ms[rate] = {line["way"]: f"{line['ms']['median']:,.0f}" for line in launch["run"]["lines"]}

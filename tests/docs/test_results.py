@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -32,6 +31,12 @@ def study(name: str) -> dict[str, Any]:
 def said(lines: dict[str, Any], spec: str, digits: int = 2) -> tuple[str, str]:
     """Write how much worse a spec ends than dense, and the bound of that."""
     return f"{lines[spec]['worse_than_dense']:.{digits}f}", f"{lines[spec]['worse_at_most']:.{digits}f}"
+
+
+def is_certain(lines: dict[str, Any], spec: str) -> bool:
+    """Return True if a spec's scores are surely not dense's, in either direction."""
+    worse = [a - b for a, b in zip(lines["dense"]["scores"], lines[spec]["scores"], strict=True)]
+    return not lower_bound(worse) <= 0 <= upper_bound(worse)
 
 
 def row(claim: str) -> str:
@@ -74,6 +79,14 @@ def test_what_the_page_says_of_scores() -> None:
     (some, most), (more, at_most) = (said(few, f"sdagc:density={density}", 1) for density in (0.0042, 0.0016))
     ratios = [f"{few[f'sdagc:density={density}']['compression']:,.0f} x" for density in (0.0042, 0.0016)]
     assert f"{ratios[0]} and {ratios[1]} cost `sdagc` {some} and {more} points (at most {most} and {at_most})" in FLAT
+    peaks = [few[f"topk:ratio={ratio}"] for ratio in (0.0046, 0.0018)]
+    ratios = [f"{each['compression']:,.0f} x" for each in peaks]
+    (some, most), (more, at_most) = (said(few, each["spec"], 1) for each in peaks)
+    assert f"{ratios[0]} and {ratios[1]} cost it {some} and {more} (at most {most} and {at_most})" in FLAT
+    best = study("study-cifar-best")
+    assert f"loses nothing certain (at most {said(best, 'topk:ratio=0.01', 1)[1]} points)" in FLAT
+    assert [is_certain(best, "topk:ratio=0.01"), *(is_certain(few, each["spec"]) for each in peaks)] == [False, True, True]
+    assert [is_certain(few, f"sdagc:density={density}") for density in (0.0042, 0.0016)] == [False, True]
     assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
     spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
     assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
@@ -88,49 +101,35 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     """Dense and each spec have the rate with their least training loss; each of these is between two that are worse."""
     best = results.best(results.OF_TEXT)
     dense = best["dense"]
-    blocks, orq, topk, sdagc = (best[spec] for spec in ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042"))
-    shares = [
-        [f"{100 * line[key] / dense['score']:.1f}" for key in ("worse_than_dense", "worse_at_most")]
-        for line in (blocks, orq, topk, sdagc)
-    ]
-    said = "`blocks` adds {} % (at most {}), `orq` {} ({}), `topk` {} ({}), and `sdagc` {} ({})".format(
-        *itertools.chain(*shares)
-    )
-    said = f"ends at a perplexity of {dense['score']:.2f}. {said} at {sdagc['compression']:.0f} x."
-    assert f"{said} Of these, only `sdagc`'s loss is certain." in FLAT
+    sdagc = best["sdagc:density=0.0042"]
+    share, most = (f"{100 * sdagc[key] / dense['score']:.1f}" for key in ("worse_than_dense", "worse_at_most"))
+    said = f"ends at a perplexity of {dense['score']:.2f}. Only `sdagc`'s loss is certain: {share} % (at most {most})"
+    assert f"{said} at {sdagc['compression']:.0f} x." in FLAT
+    specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042")
+    assert [is_certain(best, spec) for spec in specs] == [False, False, False, True]
+    assert {len(line["scores"]) for line in best.values()} == {3}
     at_denses = study(next(name for name in results.OF_TEXT if dense["rate"] == rate_of(name)))
     three, one = (at_denses[f"topk:ratio={ratio}"]["worse_than_dense"] for ratio in (0.03, 0.01))
     assert three > one and "seems to [lose more]" in FLAT
-    every = [dense["scores"], *(line["scores"] for line in (blocks, orq, topk, sdagc))]
-    assert {len(scores) for scores in every} == {3}
-    certain = [lower_bound([a - b for a, b in zip(own, every[0], strict=True)]) > 0 for own in every[1:]]
-    assert certain == [False, False, False, True]
     tried = sorted(rate_of(name) for name in results.OF_TEXT)
     assert all(line["rate"] in tried[1:-1] for line in best.values())
 
 
 def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
-    assert "At the best of four rates, no difference is certain." in FLAT
+    assert "for each, by training loss, no difference is certain." in FLAT
     best = results.best(results.OF_PICTURES)
-    for line in best.values():
-        worse = [a - b for a, b in zip(best["dense"]["scores"], line["scores"], strict=True)]
-        assert len(worse) == 3 and lower_bound(worse) <= 0 <= upper_bound(worse)
+    assert not any(is_certain(best, spec) for spec in best) and best["dense"]["rate"] == 0.1
+    half = study("study-cifar-rate-05")
+    (topk, most), (orq, orq_most) = (said(half, spec, 1) for spec in ("topk:ratio=0.01", "orq"))
+    assert f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most})." in FLAT
+    assert is_certain(half, "topk:ratio=0.01") and is_certain(half, "orq")
 
 
 def test_what_the_page_says_of_the_larger_text() -> None:
-    lines = study("study-shakespeare-best-rate")
-    dense = lines["dense"]
-    seeds = "{:.2f}, {:.2f} and {:.2f}".format(*sorted(dense["scores"]))
-    shares = {spec: [100 * lines[spec][f"worse_{of}"] / dense["score"] for of in ("than_dense", "at_most")] for spec in lines}
-    topk, orq, sdagc = (shares[spec] for spec in ("topk:ratio=0.01", "orq", "sdagc"))
-    said = f"dense's seeds end at {seeds}. `topk` ends {-topk[0]:.1f} % lower (at most {topk[1]:.1f} higher)"
-    said = f"{said}, `orq` {orq[0]:.1f} higher ({orq[1]:.1f}), `sdagc` {sdagc[0]:.1f} ({sdagc[1]:.1f})"
-    of_blocks = study("study-blocks-text-best-rate")
-    blocks = 100 * of_blocks["blocks"]["worse_than_dense"] / of_blocks["dense"]["score"]
-    assert f"{said}, [`blocks`](algorithms/blocks.md#results) {-blocks:.1f} lower: nothing is certain." in FLAT
-    for spec in shares.keys() - {"dense"}:
-        worse = [a - b for a, b in zip(lines[spec]["scores"], dense["scores"], strict=True)]
-        assert lower_bound(worse) < 0 < upper_bound(worse)
+    lines, of_blocks = study("study-shakespeare-best-rate"), study("study-blocks-text-best-rate")
+    seeds = "{:.2f}, {:.2f} and {:.2f}".format(*sorted(lines["dense"]["scores"]))
+    assert f"dense's seeds end at {seeds}. No difference is certain, nor that of [`blocks`]" in FLAT
+    assert not any(is_certain(lines, spec) for spec in lines) and not is_certain(of_blocks, "blocks")
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
@@ -231,7 +230,7 @@ def test_how_much_rounds_differ() -> None:
     """Those of one way on one link, on four hosts."""
     ratios: dict[str, float] = {}
     for task in results.CLUSTERS:
-        for (hosts, rate), launch in results.launched(results.RECORDS, task, "horovod").items():
+        for (hosts, rate), launch in results.launched(task, "horovod").items():
             for line in launch["lines"] if hosts == 4 and rate in results.LINKS else ():
                 of_rounds = line["ms_of_rounds"]
                 ratios[line["way"]] = max(ratios.get(line["way"], 0.0), max(of_rounds) / min(of_rounds))
@@ -242,8 +241,6 @@ def test_how_much_rounds_differ() -> None:
 def test_where_fewer_steps_win_more_than_faster_ones() -> None:
     for task, (records, racers) in results.RACES.items():
         lines = {line["spec"]: line for name in records for line in record(name)["tasks"][task]["lines"]}
-        ms = {
-            line["way"]: line["ms"]["median"] for line in results.launched(results.RECORDS, task, "ddp")[4, "10gbit"]["lines"]
-        }
+        ms = {line["way"]: line["ms"]["median"] for line in results.launched(task, "ddp")[4, "10gbit"]["lines"]}
         for spec, way, _ in (racers["topk"], racers["sdagc"]):
             assert lines[spec]["steps_to_loss"] / lines["dense"]["steps_to_loss"] < ms[way] / ms["stock"] < 1, (task, way)

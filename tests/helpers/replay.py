@@ -17,7 +17,7 @@ import torch
 from gradcomp import auto
 from gradcomp.auto import EXACT, SENDS_RESIDUAL, Candidate, Policy
 
-RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy" / "launches"
+RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "steps"
 
 # The candidates of the records between those that only round to 16 bits and those that keep a residual; mildest first.
 LEVELS = [Candidate(f"orq:levels={levels},momentum=0") for levels in (9, 5)]

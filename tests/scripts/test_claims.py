@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from laboratory.commands import study
-from laboratory.commands.accuracy import cluster
+from laboratory.commands.steps import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -25,8 +25,8 @@ from laboratory.tasks.task import Settings
 
 Record = dict[str, Any]
 
-# The names of a key in older records, those of accuracy's trainings and launches, and what these keys held that today's do not.
-OLDER_KEYS, OLDER_SETTINGS = ("course", "launch"), ("predicts", "processor")
+# The name of a key in older records of rounds, and what these keys held that today's do not.
+OLDER_KEY, OLDER_SETTINGS = "launch", ("predicts", "processor")
 
 # How ranks on this machine alone are started, by door.
 LAUNCHERS = {**dict.fromkeys(TIMED, "torchrun"), HOROVOD: "horovodrun"}
@@ -35,9 +35,8 @@ LAUNCHERS = {**dict.fromkeys(TIMED, "torchrun"), HOROVOD: "horovodrun"}
 class Training(NamedTuple):
     """Everything but the code that decides the outcome of a training.
 
-    door: of real ranks; simulated ranks have none. every: batches between two scores on the way, in its later part; 0: only the
-    end has one. data: the name of the prepared file. rate: of the links of an emulated cluster; real ranks without one are
-    processes of this machine.
+    door: of real ranks; simulated ranks have none. data: the name of the prepared file. rate: of the links of an emulated
+    cluster; real ranks without one are processes of this machine.
     """
 
     task: str
@@ -46,7 +45,6 @@ class Training(NamedTuple):
     ranks: int
     settings: Settings
     door: str = SIMULATED
-    every: int = 0
     data: str = ""
     rate: str = ""
 
@@ -139,10 +137,9 @@ def records(folder: Path, stem: str = "") -> Iterator[Record]:
     """Read the records of a folder whose files' names begin so, in today's form."""
     for path in sorted(folder.glob(f"{stem}*.json")):
         record = report.read(path)
-        for name in OLDER_KEYS:
-            if name in record:
-                key = {of: value for of, value in record.pop(name).items() if of not in OLDER_SETTINGS}
-                record = {"key": key, **record.pop("run", {}), **record}
+        if OLDER_KEY in record:
+            key = {of: value for of, value in record.pop(OLDER_KEY).items() if of not in OLDER_SETTINGS}
+            record = {"key": key, **record.pop("run", {}), **record}
         yield record
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -24,9 +25,6 @@ from laboratory.harness.ways import SHARDS, Door, Fitted, is_spec, passes
 from laboratory.tasks.table import TASKS, load
 from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
 from laboratory.timing import rotated, threads
-
-# The part of the batches before the first score on the way: no training is nearly as good as dense's end by then.
-SCORED_FROM = 0.4
 
 # Steps of each way before the rounds that count, and the most steps in which auto may choose before these.
 WARM_UP, CHOOSING = 2, 500
@@ -100,24 +98,19 @@ def train(rank: Rank, own: Training) -> dict[str, Any]:
     trainee, steps = rank.trainee(own.way, own.settings.clip), own.settings.steps
     losses: list[float] = []
     sent: list[int | None] = []
-    scores: list[tuple[int, float, float]] = []
     seconds = 0.0
     for batch in range(trainee.passes, steps + 1, trainee.passes):
         trainee.fitted.optimizer.param_groups[0]["lr"] = rate_of(rank.task, own.settings, batch)
         seconds += trainee.step()
         losses.append(trainee.loss)
         sent.append(trainee.fitted.bytes_sent())
-        on_the_way = own.every and batch >= SCORED_FROM * steps and batch % own.every < trainee.passes
-        if on_the_way or batch + trainee.passes > steps:
-            if rank.door.rank == 0:
-                scores.append((batch, seconds, rank.score_of(trainee)))
-            rank.door.means([0.0], "scored")
         if len(losses) % 10 == 0:
             rank.tell(f"batch {batch} of {steps}", batch / steps)
+    score = rank.score_of(trainee) if rank.door.rank == 0 else math.nan
     return {
         "losses": [round(loss, 6) for loss in rank.door.means(losses, "losses")],
         "sent": sent,
-        "scores": scores,
+        "scores": [(batch, seconds, score)],
         "parameters": rank.parameters,
         "seconds": round(seconds, 2),
         "weights_are_equal": is_equal(rank.door, digest_of(trainee.fitted.model)),
