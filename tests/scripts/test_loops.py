@@ -44,7 +44,7 @@ def test_a_cell_that_is_as_good_after_three_times_the_steps_is_late(monkeypatch:
     lines = judge(dict([cell("", 98.0), cell("late", 90.0), cell("worse", 90.0)]))
     ends = {"": 99.0, "late": 98.0, "worse": 91.0}
     monkeypatch.setattr(loops, "train", lambda keys: {key: cell(key.spec, ends[key.spec])[1] for key in keys})
-    loops.train_longer(lines, argparse.Namespace(steps=100))
+    loops.train_longer(lines, argparse.Namespace(steps=100, seeds=1))
     assert [line["verdict"] for line in lines] == ["late", "worse"]
     assert lines[0]["longer"] == {"score": 98.0, "plain": 99.0, "noise": 0.0, "steps": 300}
     assert table(lines)[1][2:] == ["90.0 late", "90.0 WORSE"]

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from laboratory.commands.trainers import judged, merged, table, written
+from laboratory.commands.loops import judge
+from laboratory.commands.trainers import is_far, merged, table, written
 from laboratory.loops.cell import Key
 from laboratory.main import main
 from laboratory.options import Refused
+
+# The losses of three seeds, 3 and 3.5 % above those of the trainer alone.
+NEAR_AND_FAR = {"near": (1.18, 2.0, 3.0), "far": (1.0, 2.0, 3.21)}
 
 
 def cell(spec: str, score: float | None, seed: int = 0, refused: str = "") -> Any:
@@ -19,21 +23,14 @@ def cell(spec: str, score: float | None, seed: int = 0, refused: str = "") -> An
     return key, {"key": list(key), "score": score, "refused": refused, "warned": []}
 
 
-def test_a_loss_is_compared_with_that_of_the_same_seeds() -> None:
-    alone = [cell("", loss, seed) for seed, loss in enumerate((2.0, 3.0, 4.0))]
-    cells = [
-        cell("near", 2.06),
-        cell("far", 2.07),
-        cell("near by three", 2.1),
-        cell("near by three", 3.05, 1),
-        cell("near by three", 4.0, 2),
-        cell("refused", None, refused="ValueError: no"),
-    ]
-    lines = judged(dict(alone + cells))
+def test_a_mean_loss_is_compared_with_that_of_the_trainer_alone() -> None:
+    alone = [cell("", loss, seed) for seed, loss in enumerate((1.0, 2.0, 3.0))]
+    near, far = ([cell(spec, loss, seed) for seed, loss in enumerate(losses)] for spec, losses in NEAR_AND_FAR.items())
+    lines = judge(dict([*alone, *near, *far, cell("refused", None, refused="ValueError: no")]), is_far)
     found = {line["key"].spec: line["verdict"] for line in lines}
-    assert found == {"near": "ok", "far": "worse", "near by three": "ok", "refused": "refused"}
+    assert found == {"near": "ok", "far": "worse", "refused": "refused"}
     record = {"cells": [{**line, "key": list(line["key"][:4])} for line in lines]}
-    assert table(record)[1] == ["Fabric, SGD", "2.000", "+3.0 %", "+3.5 % WORSE", "+1.7 %", "refused"]
+    assert table(record)[1] == ["Fabric, SGD", "2.000", "+3.0 %", "+3.5 % WORSE", "refused"]
     page = written("before\n<!-- records: trainers -->\nold\n<!-- end -->\nafter\n", record)
     assert (
         page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page and "| Fabric, SGD | 2.000 |" in page
@@ -57,7 +54,8 @@ def test_rows_of_equal_losses_become_one() -> None:
 def test_a_plain_loop_on_real_ranks(tmp_path: Path) -> None:
     (tmp_path / "tinyshakespeare.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     places = ["--data", str(tmp_path), "--cache", str(tmp_path), "--out", str(tmp_path)]
-    assert main(["trainers", *places, "--trainers", "plain, step(closure)", "--specs", "topk:ratio=1", "--steps", "12"]) == 0
+    chosen = ["--trainers", "plain, step(closure)", "--specs", "topk:ratio=1", "--steps", "12", "--seeds", "1"]
+    assert main(["trainers", *places, *chosen]) == 0
     record = json.loads((tmp_path / "trainers-gpt.json").read_text())
     assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
     for line in record["cells"]:

@@ -20,14 +20,14 @@ DOORS = ("ddp", "horovod")
 
 # A cell is worse where its score is below plain's mean by more than so many points and so many standard deviations.
 POINTS, DEVIATIONS = 2.0, 3.0
-# Seeds of a cell that seems worse, of which the mean counts. One that still does trains so many times as long, beside plain.
-AGAIN, LONGER = 3, 3
+# A cell that seems worse trains so many times as long, beside plain.
+LONGER = 3
 # Seconds of one launch, and the most cells in it.
 SECONDS, MOST = 240.0, 8
 
 EXAMPLES = """\
 examples:
-  scripts/lab loops                                       # all of them, in half an hour
+  scripts/lab loops                                       # all of them, in an hour and a half
   scripts/lab loops --cases base,GAN --doors ddp --specs topk
 
 The exit status is 1 if a cell is worse than plain by more than noise, also after three times the steps, and neither a warning
@@ -42,26 +42,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--doors", type=lambda text: known(text, DOORS, ","), default=[*DOORS], help="(default: both)")
     parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
     parser.add_argument("--steps", type=options.positive, default=150, help="of each training (default: 150)")
-    parser.add_argument(
-        "--seeds", type=options.positive, default=3, help="trainings of plain, which show its noise (default: 3)"
-    )
+    parser.add_argument("--seeds", type=options.positive, default=3, help="trainings of each cell (default: 3)")
     options.add_places(parser, "none")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Train all cells, and those that seem worse again; write the table and the record."""
-    plain = [key for key in cells(chosen, [""]) for key in (key._replace(seed=seed) for seed in range(chosen.seeds))]
-    found = train(plain + cells(chosen, chosen.specs, more=True))
-    suspects = [line["key"] for line in judge(found) if line["verdict"] == "worse"]
-    found |= train([key._replace(seed=seed) for key in suspects for seed in range(1, AGAIN)])
-    lines = judge(found)
+    """Train all cells, and those that seem worse for longer; write the table and the record."""
+    every = cells(chosen, [""]) + cells(chosen, chosen.specs, more=True)
+    lines = judge(train(seeded(every, chosen.seeds)))
     train_longer(lines, chosen)
     print(columns(table(lines)))
     wrong = [line for line in lines if line["verdict"] in ("worse", "failed")]
     for line in wrong:
         print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
     record = [{**line, "key": list(line["key"][:4])} for line in lines]
-    report.save(chosen, None, {"steps": chosen.steps, "ranks": 2, "seeds_of_plain": chosen.seeds, "cells": record})
+    report.save(chosen, None, {"steps": chosen.steps, "ranks": 2, "seeds": chosen.seeds, "cells": record})
     return int(bool(wrong))
 
 
@@ -69,7 +64,7 @@ def train_longer(lines: Sequence[dict[str, Any]], chosen: argparse.Namespace) ->
     """Train the cells that are worse for longer, beside plain. Those that are as good in the end are late, not worse."""
     worse = {line["key"]._replace(steps=LONGER * chosen.steps): line for line in lines if line["verdict"] == "worse"}
     again = [*worse, *dict.fromkeys(key._replace(spec="") for key in worse)]
-    for longer in judge(train([key._replace(seed=seed) for key in again for seed in range(AGAIN)])):
+    for longer in judge(train(seeded(again, chosen.seeds))):
         line = worse[longer["key"]]
         line["longer"] = {name: longer[name] for name in ("score", "plain", "noise")} | {"steps": LONGER * chosen.steps}
         if longer["verdict"] == "ok":
@@ -86,6 +81,11 @@ def cells(chosen: argparse.Namespace, specs: Sequence[str], more: bool = False) 
         for kind in CASES[name].kinds
         for spec in [*specs, *(CASES[name].more if more else ())]
     ]
+
+
+def seeded(keys: Sequence[Key], seeds: int) -> list[Key]:
+    """List so many seeds of each cell."""
+    return [key._replace(seed=seed) for key in keys for seed in range(seeds)]
 
 
 def train(keys: Sequence[Key], text: str = "") -> Found:

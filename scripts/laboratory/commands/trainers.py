@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from laboratory import machine, options, report
-from laboratory.commands.loops import AGAIN, Found, check_spec, judge, known, train
+from laboratory.commands.loops import check_spec, judge, known, seeded, train
 from laboratory.loops.cell import Key
 from laboratory.loops.trainers import TRAINERS
 from laboratory.machine import ROOT
@@ -28,7 +28,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "lightning", "ray")
 
 EXAMPLES = """\
 examples:
-  scripts/lab trainers --data FOLDER                     # all of them, in 20 minutes
+  scripts/lab trainers --data FOLDER                     # all of them, in an hour
   scripts/lab trainers --data FOLDER --trainers Accelerate --specs topk
 
 FOLDER has tinyshakespeare.txt. The exit status is 1 if a loss is worse than that of the trainer alone by more than 3 % and
@@ -43,12 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
     parser.add_argument("--steps", type=options.positive, default=200, help="of each training (default: 200)")
+    parser.add_argument("--seeds", type=options.positive, default=3, help="trainings of each cell (default: 3)")
     parser.add_argument("--report", action="store_true", help="train nothing: write the record's table into docs/frameworks.md")
     options.add_places(parser, "gpt", ROOT / "build" / "trainers")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Train all cells, and those that are far again; write the table and the record."""
+    """Train all cells; write the table and the record."""
     if chosen.report:
         PAGE.write_text(written(PAGE.read_text(), report.read(report.path_of(chosen, "gpt"))))
         return 0
@@ -56,13 +57,11 @@ def run(chosen: argparse.Namespace) -> int:
     text = str(tasks.place(chosen.cache, file).resolve())
     own = [(name, kind) for name in chosen.trainers for kind in TRAINERS[name].kinds]
     alone = [Key(name, TRAINERS[name].doors[0], kind, "", 0, chosen.steps) for name, kind in own]
-    found = train([*alone, *(key._replace(spec=spec) for key in alone for spec in chosen.specs)], text)
-    far = [line["key"] for line in judged(found) if line["verdict"] in ("worse", "warned")]
-    again = [*far, *dict.fromkeys(key._replace(spec="") for key in far)]
-    found |= train([key._replace(seed=seed) for key in again for seed in range(1, AGAIN)], text)
-    lines = judged(found)
+    every = [*alone, *(key._replace(spec=spec) for key in alone for spec in chosen.specs)]
+    lines = judge(train(seeded(every, chosen.seeds), text), is_far)
     path, commit = report.path_of(chosen, "gpt"), machine.commit()
-    cells = [{**line, "key": list(line["key"][:4]), "steps": chosen.steps, "commit": commit} for line in lines]
+    own_settings = {"steps": chosen.steps, "seeds": chosen.seeds, "commit": commit}
+    cells = [{**line, "key": list(line["key"][:4]), **own_settings} for line in lines]
     record = {"packages": machine.versions(PACKAGES), "data": file, "ranks": 2, "cells": joined(path, cells)}
     print(report.columns(table(record)))
     wrong = [line for line in lines if line["verdict"] in ("worse", "warned", "failed")]
@@ -108,27 +107,13 @@ def _range(cells: list[str]) -> str:
     return f"{ends[0].removesuffix(' %')} to {ends[-1]}"
 
 
-def judged(found: Found) -> list[dict[str, Any]]:
-    """Compare the loss of each cell with that of the trainer alone, by the same seeds."""
-    cells = [key for key in found if key.spec and not key.seed]
-    seeds = {cell: {key.seed for key in found if key[:4] == cell[:4]} for cell in cells}
-    pairs = [
-        {key: own for key, own in found.items() if key[:4] in (cell[:4], (*cell[:3], "")) and key.seed in seeds[cell]}
-        for cell in cells
-    ]
-    return [line for pair in pairs for line in judge(pair, is_far)]
-
-
 def is_far(loss: float, plain: float, noise: float) -> bool:
     """Say whether a loss is above plain's by more than the 3 %."""
     return not loss <= NEAR * plain
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """Write a row for each trainer and optimizer: its loss alone, and by how much each spec's is above it.
-
-    The loss of a cell that was trained by several seeds is their mean, beside the same seeds' alone.
-    """
+    """Write a row for each trainer and optimizer: its loss alone, and by how much each spec's is above it; means over seeds."""
     specs = list(dict.fromkeys(line["key"][3] for line in record["cells"]))
     rows = [["loss of held-out text", "alone", *(f"`{spec}`" for spec in specs)]]
     by_row: dict[tuple[str, str], dict[str, Any]] = {}
