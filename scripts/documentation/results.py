@@ -259,12 +259,11 @@ def kernels() -> list[list[str]]:
 
 
 def fsdp2() -> list[list[str]]:
-    """Write a row for each way under FSDP2: its bytes, and its step over those of stock and of an all-to-all."""
+    """Write a row for each way under FSDP2: its bytes, and its step over that of an all-to-all."""
     runs = read(RESULTS / "train-blocks-fsdp.json")["runs"]
-    links, rivals = [LINKS[run["rate"]] for run in runs], ("stock", "alltoall")
-    rows = [["way", "bytes an entry", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
+    rows = [["way", "bytes an entry", *(f"over `alltoall`, {LINKS[run['rate']]}" for run in runs)]]
     for at, first in enumerate(runs[0]["lines"]):
-        over = [run["lines"][at]["over"].get(rival) for rival in rivals for run in runs]
+        over = [run["lines"][at]["over"].get("alltoall") for run in runs]
         cells = ["" if of is None else f"{of['median']:.2f} ({of['at_most']:.2f})" for of in over]
         rows.append([f"`{first['way']}`", f"{step_times.gradient_bytes(runs[0], first['way']):.1f}", *cells])
     return rows
