@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import World, gather, reduce
 from gradcomp.exchanges import split, tree
 from gradcomp.knobs import knob
-from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken
+from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken, are_there
 from gradcomp.native import kernels
-from gradcomp.native.kernels import Bar, Mask
+from gradcomp.native.kernels import Bar
 from gradcomp.native.memory import Update
 
 ROUTES = ("allgather", "tree", "split")
@@ -37,17 +38,14 @@ def codec_of(wire: str, route: str) -> Codec:
 
 def take(acc: Acc, k: int, wire: str, route: str) -> Taken:
     """Move the k largest entries out of acc, for exchange()."""
-    return codec_of(wire, route).take(acc, k, _mask_of(acc, route), packs=route == "allgather")
+    all_are_sent = route == "allgather"  # others send on the largest sums only, and note these when they are known
+    return codec_of(wire, route).take(acc, k, acc.mask if all_are_sent else None, packs=all_are_sent)
 
 
 def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str) -> Taken:
     """Move the entries above the bar out of acc, at most `capacity`, for exchange()."""
-    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs=route == "allgather")
-
-
-def _mask_of(acc: Acc, route: str) -> Mask | None:
-    """Return the mask of a take. A tree masks later: only its root knows which entries were used."""
-    return None if route == "tree" else acc.mask
+    all_are_sent = route == "allgather"
+    return codec_of(wire, route).take_above(acc, capacity, bar, acc.mask if all_are_sent else None, packs=all_are_sent)
 
 
 def exchange(
@@ -61,8 +59,13 @@ def exchange(
     """
     if route == "tree":
         return (yield from tree.sparse_sum(acc, taken.payload, world, kept_share=kept_share, observe=observe))
-    if route == "split" and split.Partition(acc.residual.numel(), world.size).part_capacity(len(taken.unpacked.values)) > 0:
-        return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
+    if route == "split":
+        entries = taken.unpacked
+        if split.Partition(acc.residual.numel(), world.size).part_capacity(len(entries.values)) > 0:
+            return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
+        if acc.mask is not None:
+            there = are_there(entries.header, len(entries.values))
+            acc.mask.note(torch.where(there, entries.indices, 0).long(), there)
     return (yield from allgather(acc, taken, world, kept_share, observe))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import Form, Payload, World, gather, send
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import Codec, CountObserver, Entries, Taken
+from gradcomp.messages.sparse import Codec, CountObserver, Entries, Taken, are_there
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.kernels.sparse import add_entries, add_within_largest
@@ -87,9 +87,9 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     """Sum the entries that all ranks took, part by part; each rank sends on as many of its part's largest sums as fit.
 
     An entry goes back to the rank that took it if it is beyond the capacity of its part's payload, or if its sum is not sent
-    on. The rounding error of a sum stays with the rank that added it up. kept_share: this share of a sent entry stays in the
-    residual.
-    observe: called with the results. Their headers count the selected entries, or more.
+    on; the velocity is masked at the others. The rounding error of a sum stays with the rank that added it up. kept_share:
+    this share of a sent entry stays in the residual. observe: called with the results, whose headers count the selected
+    entries, or more.
     """
     n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
     parts = Partition(n, world.size)
@@ -115,6 +115,8 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     arrived = (update.flat[dealt.indices] != 0) & ~failed
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
     add_entries(acc.residual, dealt.indices.flatten(), returned.flatten())
+    if acc.mask is not None:
+        acc.mask.note(dealt.indices.flatten(), (arrived & (dealt.values != 0)).flatten())
     add_entries(acc.residual, dealt.overflow_indices, dealt.overflow_values)
     indices = parts.indices(world.rank, sent_on).long().clamp(max=n - 1)  # beyond the end the update is not finite
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()
@@ -143,10 +145,10 @@ def _deal(taken: Entries, parts: Partition) -> DealtEntries:
     """Deal the taken entries out to the parts, in the order of their indices."""
     count, device = taken.values.numel(), taken.values.device
     capacity, position = parts.part_capacity(count), torch.arange(count, device=device)
-    taken_slots = position < taken.header[0]
-    indices = torch.where(taken_slots, taken.indices, 0).long()
+    there = are_there(taken.header, count)
+    indices = torch.where(there, taken.indices, 0).long()
     owner, local = parts.locate(indices)
-    owner, order = torch.where(taken_slots, owner, parts.ranks).sort(stable=True)
+    owner, order = torch.where(there, owner, parts.ranks).sort(stable=True)
     values, indices, local = (array.index_select(0, order) for array in (taken.values, indices, local))
     begins = torch.searchsorted(owner, torch.arange(parts.ranks + 1, device=device))
     slots = begins[:-1, None] + torch.arange(capacity, device=device)

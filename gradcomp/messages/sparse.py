@@ -242,7 +242,7 @@ class Coarse(Codec):
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
         n, capacity = _sizes(payload)
-        there = _are_there(payload["header"], capacity)
+        there = are_there(payload["header"], capacity)
         values = values.masked_fill(~there, 0.0)
         payload["indices"].copy_(ascending.pack(torch.where(there, indices, n - 1), n))
         coded, codes = means.pack(values, there)
@@ -259,14 +259,15 @@ class Coarse(Codec):
     def read(self, payload: Payload) -> Entries:
         n, capacity = _sizes(payload)
         values = means.unpack(payload["means"], payload["codes"], capacity)
-        values.masked_fill_(~_are_there(payload["header"], capacity), 0.0)
+        values.masked_fill_(~are_there(payload["header"], capacity), 0.0)
         return Entries(values, ascending.unpack(payload["indices"], n, capacity).int(), payload["header"])
 
     def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         return self.read(payload).indices[:wanted]
 
 
-def _are_there(header: Tensor, capacity: int) -> Tensor:
+def are_there(header: Tensor, capacity: int) -> Tensor:
+    """Return a mask of the slots that hold an entry."""
     return torch.arange(capacity, device=header.device) < header[0]
 
 

@@ -50,7 +50,7 @@ LOCAL_FAULTS = (
     Fault(
         "entries behind the count of a payload come out",
         "gradcomp/messages",
-        'values.masked_fill_(~_are_there(payload["header"], capacity), 0.0)',
+        'values.masked_fill_(~are_there(payload["header"], capacity), 0.0)',
         "pass",
         ("test_means.py",),
     ),

@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW
 from training import OptimizerOf, Training
 
 import gradcomp
+from gradcomp.exchanges.routes import ROUTES
 
 STEPS, LATE = 12, 5
 SPECS = [
@@ -59,13 +60,27 @@ def test_an_entry_that_waited_has_no_momentum_on_any_rank(spec: str) -> None:
     assert not any(layers["velocity"]["x"].any() for layers in ours.layers("sgd"))
 
 
-def test_the_velocity_of_an_entry_that_waited_is_cleared() -> None:
-    """Three steps by hand. Without a new gradient, a velocity u adds u / 2."""
-    simulation = gradcomp.Simulation("topk:ratio=0.25,momentum=0.5,wire=exact", {"w": (4,)}, 1)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_velocity_of_an_entry_that_waited_is_cleared(route: str) -> None:
+    """Three steps by hand. Without a new gradient, a velocity u adds u / 2. A bucket so small has no parts to split."""
+    simulation = gradcomp.Simulation(f"topk:ratio=0.25,momentum=0.5,wire=exact,route={route}", {"w": (4,)}, 1)
     sent = [simulation.step([{"w": torch.tensor(grad)}])["w"].tolist() for grad in ([8.0, 7.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4)]
     # Entry 0 has not waited, and its velocity goes on: 8 / 2 + 8 / 4. Entry 1 has waited a step.
     assert sent == [[8.0, 0.0, 0.0, 0.0], [0.0, 10.5, 0.0, 0.0], [6.0, 0.0, 0.0, 0.0]]
     assert simulation.residual(0)["w"].tolist() == [0.0, 0.0, 1.75, 1.75]
+
+
+@pytest.mark.parametrize("route", ["split", "tree"])
+def test_an_entry_that_is_put_back_has_not_been_sent(route: str) -> None:
+    """Each rank takes entries of its own, of which the sums that are sent on have some."""
+    ours = Training(f"topk:ratio=0.05,wire=exact,route={route}", OPTIMIZERS["sgd"], {"x": (64, 64)}, 4)
+    sent = ours.simulation.step(
+        [{"x": torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))} for rank in range(4)]
+    )
+    arrived = sent["x"].flatten() != 0
+    for share in ours.simulation.state_dict()["of_rank"].values():
+        noted = share["buckets"][0]["stages"]["feedback"]["last_sent"].flatten() == 1
+        assert noted.any() and not (noted & ~arrived).any(), int((noted & ~arrived).sum())
 
 
 def test_without_error_feedback_nothing_is_masked() -> None:
