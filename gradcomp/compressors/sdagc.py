@@ -126,8 +126,9 @@ class Sdagc(Compressor):
             return (yield from routes.send_all(acc, world, state.buffer, kept_share=self.sam))
         assert acc.moments is not None
         bar = Bar(acc.moments, state.ends, state.lam, state.thresholds, pooled=self.scope == "bucket", target=target)
-        taken = routes.take_above(acc, capacity.entries, bar, self.wire, self.route)
-        return (yield from routes.exchange(acc, taken, world, self.route, kept_share=self.sam, observe=capacity.observe))
+        route = routes.possible(self.route, acc, capacity.entries, world)
+        taken = routes.take_above(acc, capacity.entries, bar, self.wire, route)
+        return (yield from routes.exchange(acc, taken, world, route, kept_share=self.sam, observe=capacity.observe))
 
     def save(self, state: SdagcState) -> dict[str, Any]:
         return {**self.save_shared(state), "lam": state.lam.clone()}

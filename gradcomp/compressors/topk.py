@@ -36,5 +36,6 @@ class TopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         k = count_of(self.ratio, acc.residual.numel())
-        taken = routes.take(acc, k, self.wire, self.route)
-        return (yield from routes.exchange(acc, taken, world, self.route))
+        route = routes.possible(self.route, acc, k, world)
+        taken = routes.take(acc, k, self.wire, route)
+        return (yield from routes.exchange(acc, taken, world, route))

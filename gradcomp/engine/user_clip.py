@@ -117,11 +117,10 @@ class UserClip:
 
     layers: their numbers. bound: the norm that it leaves; None until a clip is known. factor: the last one on updates.
     is_scaling: the factor is none of a clip's, but one over a number of passes or tokens, for example. is_new: nothing has been
-    done about the clip. delivered, noted: the time of the last factor's
-    update, and of its note. squares: of this rank's last gradients before a cut, added up. whole: the
-    norm that is left of these layers and of others, in another model or with another optimizer; 0 where the clip has no others.
-    near: a clip that had the same factor when both acted last. family: all clips of the model's. skips: it acts in some steps
-    only.
+    done about the clip. delivered, noted: the time of the last factor's update, and of its note. squares: of this rank's last
+    gradients before a cut, added up. whole: the norm that is left of these layers and of others, in another model or with
+    another optimizer; 0 where the clip has no others. near: a clip that had the same factor when both acted last. family: all
+    clips of the model's. skips: it acts in some steps only.
     """
 
     def __init__(self, layers: Iterable[int], family: UserClips) -> None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import World, gather, reduce
 from gradcomp.exchanges import split, tree
 from gradcomp.knobs import knob
-from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken, are_there
+from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken
 from gradcomp.native import kernels
-from gradcomp.native.kernels import Bar
+from gradcomp.native.kernels import Bar, Mask
 from gradcomp.native.memory import Update
 
 ROUTES = ("allgather", "tree", "split")
@@ -31,6 +30,12 @@ def route_knob() -> Any:
     )
 
 
+def possible(route: str, acc: Acc, capacity: int, world: World) -> str:
+    """Return the route of so many entries: split becomes allgather where a part has space for no entry."""
+    has_parts = route != "split" or split.Partition(acc.residual.numel(), world.size).part_capacity(capacity) > 0
+    return route if has_parts else "allgather"
+
+
 def codec_of(wire: str, route: str) -> Codec:
     """Return the codec that entries travel in. A tree adds entries up on their way, so its codec is exact."""
     return EXACT if route == "tree" else CODECS[wire]
@@ -38,14 +43,17 @@ def codec_of(wire: str, route: str) -> Codec:
 
 def take(acc: Acc, k: int, wire: str, route: str) -> Taken:
     """Move the k largest entries out of acc, for exchange()."""
-    all_are_sent = route == "allgather"  # others send on the largest sums only, and note these when they are known
-    return codec_of(wire, route).take(acc, k, acc.mask if all_are_sent else None, packs=all_are_sent)
+    return codec_of(wire, route).take(acc, k, _mask_of(acc, route), packs=route == "allgather")
 
 
 def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str) -> Taken:
     """Move the entries above the bar out of acc, at most `capacity`, for exchange()."""
-    all_are_sent = route == "allgather"
-    return codec_of(wire, route).take_above(acc, capacity, bar, acc.mask if all_are_sent else None, packs=all_are_sent)
+    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs=route == "allgather")
+
+
+def _mask_of(acc: Acc, route: str) -> Mask | None:
+    """Return the mask of a take. Where only the largest sums are sent on, entries are noted when these are known."""
+    return acc.mask if route == "allgather" else None
 
 
 def exchange(
@@ -54,18 +62,13 @@ def exchange(
     """Exchange the entries that all ranks took. The update is their mean, or the mean's largest part.
 
     Entries that are not in the update stay with some rank. The update is not finite on any rank, and every rank takes its
-    entries back, if any gradient is not finite. route=split becomes allgather where a part has space for no entry.
-    kept_share: this share of a sent entry stays in the residual. observe: called with the payloads that hold the counts.
+    entries back, if any gradient is not finite. route: a possible() one. kept_share: this share of a sent entry stays in the
+    residual. observe: called with the payloads that hold the counts.
     """
     if route == "tree":
         return (yield from tree.sparse_sum(acc, taken.payload, world, kept_share=kept_share, observe=observe))
     if route == "split":
-        entries = taken.unpacked
-        if split.Partition(acc.residual.numel(), world.size).part_capacity(len(entries.values)) > 0:
-            return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
-        if acc.mask is not None:
-            there = are_there(entries.header, len(entries.values))
-            acc.mask.note(torch.where(there, entries.indices, 0).long(), there)
+        return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
     return (yield from allgather(acc, taken, world, kept_share, observe))
 
 

@@ -131,10 +131,9 @@ class BlockRounding(Rounding):
 class RoundingRule:
     """The way a group of entries is rounded.
 
-    kind: the rule that finds the levels, one of kernels.LEVEL_RULES. count: levels of a group: 2, 3, 5 or 9.
-    group: entries that share levels. stochastic: entries are rounded at random, without bias.
-    sent: the levels that travel. "all"; or "top", if levels are spread evenly about 0; or "ends", if they are spread evenly
-    between the lowest and the highest.
+    kind: the rule that finds the levels, one of kernels.LEVEL_RULES. count: levels of a group: 2, 3, 5 or 9. group: entries
+    that share levels. stochastic: entries are rounded at random, without bias. sent: the levels that travel. "all"; or "top",
+    if levels are spread evenly about 0; or "ends", if they are spread evenly between the lowest and the highest.
     """
 
     kind: str

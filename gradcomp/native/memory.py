@@ -44,10 +44,8 @@ class ZeroedUpdate:
 class Update:
     """The mean update of a bucket. An exchange returns it; the driver of the exchange gives it back to its memory.
 
-    flat: all entries.
-    marks: one for each line of 64 entries, 0 if the line holds only zeros; None if unknown.
-    source: the arrays that it was lent from; None if it was not lent.
-    is_wiped: it is all zeros again, and so are its marks.
+    flat: all entries. marks: one for each line of 64 entries, 0 if the line holds only zeros; None if unknown. source: the
+    arrays that it was lent from; None if it was not lent. is_wiped: it is all zeros again, and so are its marks.
     """
 
     flat: Tensor

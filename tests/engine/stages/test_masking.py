@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -72,15 +73,23 @@ def test_the_velocity_of_an_entry_that_waited_is_cleared(route: str) -> None:
 
 @pytest.mark.parametrize("route", ["split", "tree"])
 def test_an_entry_that_is_put_back_has_not_been_sent(route: str) -> None:
-    """Each rank takes entries of its own, of which the sums that are sent on have some."""
+    """Each rank takes entries of its own, of which the sums that are sent on have some. A step that fails sends none."""
     ours = Training(f"topk:ratio=0.05,wire=exact,route={route}", OPTIMIZERS["sgd"], {"x": (64, 64)}, 4)
-    sent = ours.simulation.step(
-        [{"x": torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))} for rank in range(4)]
-    )
-    arrived = sent["x"].flatten() != 0
-    for share in ours.simulation.state_dict()["of_rank"].values():
-        noted = share["buckets"][0]["stages"]["feedback"]["last_sent"].flatten() == 1
-        assert noted.any() and not (noted & ~arrived).any(), int((noted & ~arrived).sum())
+    grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    for grad in grads:
+        grad[0, 0] = 9.0
+    arrived = ours.simulation.step([{"x": grad} for grad in grads])["x"].flatten() != 0
+    for rank, own in enumerate(last_sent(ours)):
+        taken = torch.zeros(4096, dtype=torch.bool).index_fill_(0, grads[rank].flatten().abs().topk(205).indices, True)
+        assert torch.equal(own == 1, taken & arrived) and not (taken <= arrived).all()
+    ours.simulation.step([{"x": torch.full((64, 64), math.inf if rank == 2 else 1.0)} for rank in range(4)])
+    assert not any((own == 2).any() for own in last_sent(ours))
+
+
+def last_sent(training: Training) -> list[Tensor]:
+    """List, for each rank, the step in which each entry was last sent."""
+    shares = training.simulation.state_dict()["of_rank"].values()
+    return [share["buckets"][0]["stages"]["feedback"]["last_sent"].flatten() for share in shares]
 
 
 def test_without_error_feedback_nothing_is_masked() -> None:
