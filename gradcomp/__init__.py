@@ -4,7 +4,7 @@ Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
 FSDP2:   handle = gradcomp.fsdp.attach(model, "blocks"), after fully_shard() or replicate()
-local:   gradcomp.local.LocalSteps(model, optimizer, "topk:ratio=0.05", every=30), for links that carry no gradient a step
+local:   gradcomp.local.LocalSteps(model, optimizer, "sign", every=32), for links that carry no gradient a step
 trainers: gradcomp.integrations.transformers.attach(trainer, "topk"), .accelerate.Handler, .lightning.GradcompStrategy
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, backward=0.06)): step times, before any cluster

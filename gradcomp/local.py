@@ -107,7 +107,7 @@ class LocalSteps:
         RuntimeError: There is no network.
 
     Example:
-        >>> local = gradcomp.local.LocalSteps(model, optimizer, "topk:ratio=0.05", every=30)
+        >>> local = gradcomp.local.LocalSteps(model, optimizer, "sign", every=32)
         >>> for inputs, targets in batches:
         ...     local.zero_grad()
         ...     loss_of(model(inputs), targets).backward()

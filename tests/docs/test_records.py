@@ -18,7 +18,6 @@ from laboratory.stats import lower_bound
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
-TOPK = "topk:ratio=0.01"
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 
 
@@ -163,6 +162,21 @@ def costs_of_seeds(study: str, spec: str) -> list[float]:
     return [a - b for a, b in zip(dense["scores"], own["scores"], strict=True)]
 
 
+def certain_of(spec: str) -> tuple[set[str], set[str]]:
+    """Return the studies in which a spec surely ends worse than dense, and those in which it surely ends better."""
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for path in RESULTS.glob("study-*.json"):
+        for task in json.loads(path.read_text())["tasks"].values():
+            lines = {line["spec"]: line for line in task["lines"]}
+            if spec in lines and len(lines[spec]["seeds"]) >= 3:
+                sign = -1 if "accuracy" in task["score"] else 1
+                worse = [sign * (a - b) for a, b in zip(lines[spec]["scores"], lines["dense"]["scores"], strict=True)]
+                for is_better in (False, True):
+                    if lower_bound([-x for x in worse] if is_better else worse) > 0:
+                        found[is_better].add(path.stem)
+    return found[False], found[True]
+
+
 def seeds_of(study: str, spec: str) -> int:
     (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
     return len(next(each for each in task["lines"] if each["spec"] == spec)["seeds"])
@@ -242,12 +256,9 @@ def test_the_scores_of_which_spec() -> None:
     assert f"in 3,000 steps of text at 0.016 {shares}, and better in two trainings of 250 and 500 steps." in " ".join(
         WHICH.split()
     )
-    text = [f"text-converged-{rate}e3" for rate in (4, 8, 16, 32)]
-    lower = [
-        name for name in ("cifar-converged", "cifar-rate-05", "shakespeare") if lower_bound(costs_of_seeds(name, TOPK)) > 0
-    ]
-    higher = [name for name in ("cifar-large", *text) if lower_bound([-x for x in costs_of_seeds(name, TOPK)]) > 0]
-    assert lower == ["cifar-converged", "cifar-rate-05", "shakespeare"] and higher == ["cifar-large", "text-converged-16e3"]
+    worse, better = certain_of("topk:ratio=0.01")
+    assert worse == {"study-cifar-converged", "study-cifar-rate-05", "study-text-converged-16e3"}
+    assert better == {"study-cifar-large", "study-shakespeare"}
     best = results.best(results.OF_TEXT)
     shares = [100 * best["topk:ratio=0.01"][key] / best["dense"]["score"] for key in ("worse_than_dense", "worse_at_most")]
     said = "tuned rates, `topk` [adds {:.1f} %](results.md#scores-and-bytes) (at most {:.1f})."
@@ -303,13 +314,19 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
 
 
 def test_the_losses_of_trainers_are_those_of_their_record() -> None:
-    record = json.loads((ROOT / "benchmarks" / "results" / "trainers-gpt.json").read_text())
-    page = trainers.PAGE.read_text()
-    assert page == trainers.written(page, record), "run scripts/lab trainers --report"
-    assert {tuple(line["key"][::3]) for line in record["cells"]} == set(product(TRAINERS, trainers.SPECS.split(";")))
-    assert len(record["cells"]) == 2 * len(TRAINERS) * len(trainers.SPECS.split(";"))
-    worse = [line["key"] for line in record["cells"] if line["verdict"] not in ("ok", "refused")]
-    assert not worse, "a training that is worse than the trainer alone"
+    record, page = json.loads((RESULTS / "trainers-plain.json").read_text()), trainers.PAGE.read_text()
+    assert page == trainers.written(page, record), "run scripts/lab trainers --report --name plain"
+    every = json.loads((RESULTS / "trainers-gpt.json").read_text())["cells"]
+    found = {tuple(line["key"]): (line["score"], line["plain"]) for line in every}
+    for lines, own in ((record["cells"], [name for name in TRAINERS if name.startswith("plain")]), (every, TRAINERS)):
+        assert {tuple(line["key"][::3]) for line in lines} == set(product(own, trainers.SPECS.split(";")))
+        assert len(lines) == 2 * len(own) * len(trainers.SPECS.split(";"))
+        worse = [line["key"] for line in lines if line["verdict"] not in ("ok", "refused")]
+        assert not worse, "a training that is worse than the trainer alone"
+    for (name, _, kind, spec), losses in found.items():  # auto chooses by time
+        if not name.startswith("plain") and not spec.startswith("auto"):
+            assert losses == found["plain, clip_grad_norm_", "ddp", kind, spec], (name, kind, spec)
+    assert {line["seeds"] for line in record["cells"]} == {3}
 
 
 def test_the_outcomes_of_others_programs() -> None:

@@ -65,6 +65,7 @@ def test_gradients_of_two_batches_are_added_up_and_sent_in_half_the_bits(tmp_pat
     dense, added_up = result_in(tmp_path)["tasks"]["mlp"]["lines"]
     assert (len(dense["losses"]), len(added_up["losses"])) == (5, 2)
     assert dense["compression"] == 1 and added_up["compression"] == 4
+    assert dense["bytes_sent"] == 5 * added_up["bytes_sent"]  # five messages of 4 bytes an entry, two of 2
 
 
 def test_local_steps_send_once_in_so_many_steps(tmp_path: Path) -> None:

@@ -134,29 +134,37 @@ def below_noise(score: float, plain: float, noise: float) -> bool:
 
 
 def judge(found: Found, is_worse: Callable[[float, float, float], bool] = below_noise) -> list[dict[str, Any]]:
-    """Compare each cell with plain's seeds. Return a line for each: its scores, and ok, worse, warned, refused or failed.
+    """Compare each cell with plain, both by all their seeds. Return a line for each, with ok, worse, warned, refused or failed.
 
     is_worse: takes the cell's score, plain's, and plain's deviation.
     """
     lines = []
-    for key, cell in found.items():
-        if key.seed or not key.spec:
-            continue
-        plains = [own for other, own in found.items() if not other.spec and other[:3] == key[:3]]
-        scores = [own["score"] for own in plains if own["score"] is not None]
-        own_scores = [own["score"] for other, own in found.items() if other[:4] == key[:4] and own["score"] is not None]
-        warned = [text for text in cell["warned"] if not any(text in own["warned"] for own in plains)]
-        line = {"key": key, "score": None, "plain": None, "noise": None, "refused": cell["refused"], "warned": warned}
-        line["verdict"] = "failed" if cell["refused"].startswith(FAILED) else "refused" if cell["refused"] else "ok"
-        if scores:
-            line["plain"], line["noise"] = round(statistics.mean(scores), 3), round(statistics.pstdev(scores), 3)
-        if own_scores and scores:
-            line["score"] = round(statistics.mean(own_scores), 3)
-            worse = is_worse(line["score"], line["plain"], line["noise"])
-            line["verdict"] = ("warned" if warned else "worse") if worse else "ok"
-        elif cell["score"] is None and not cell["refused"]:
-            line["verdict"] = "warned" if warned else "worse"
-        lines.append(line)
+    for key in (key for key in found if key.spec and not key.seed):
+        plains = [cell for other, cell in found.items() if not other.spec and other[:3] == key[:3]]
+        own = [cell for other, cell in found.items() if other[:4] == key[:4]]
+        plain_scores = [cell["score"] for cell in plains if cell["score"] is not None]
+        refusals = sorted((cell["refused"] for cell in own if cell["refused"]), key=lambda text: not text.startswith(FAILED))
+        known = {text for cell in plains for text in cell["warned"]}
+        warned = [text for text in dict.fromkeys(text for cell in own for text in cell["warned"]) if text not in known]
+        line: dict[str, Any] = {
+            "key": key,
+            "score": None,
+            "plain": None,
+            "noise": None,
+            "refused": "".join(refusals[:1]),
+            "warned": warned,
+        }
+        if plain_scores:
+            line["plain"], line["noise"] = round(statistics.mean(plain_scores), 3), round(statistics.pstdev(plain_scores), 3)
+        if refusals:
+            verdict = "failed" if refusals[0].startswith(FAILED) else "refused"
+        else:
+            is_lost = any(cell["score"] is None for cell in own)
+            if plain_scores and not is_lost:
+                line["score"] = round(statistics.mean(cell["score"] for cell in own), 3)
+                is_lost = is_worse(line["score"], line["plain"], line["noise"])
+            verdict = ("warned" if warned else "worse") if is_lost else "ok"
+        lines.append({**line, "verdict": verdict})
     return lines
 
 

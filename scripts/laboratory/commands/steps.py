@@ -27,8 +27,8 @@ RIVALS = {
     HOROVOD: ("none", "stock", "fp16"),
 }
 
-# The batches of each rank on a cluster of so many hosts are those of the task; all ranks of a larger one have no more together.
-FEW = 4
+# A rank's batch is the task's on so many hosts; on more it shrinks, so that the sum stays.
+BASE_HOSTS = 4
 
 # A launch: rounds, the steps of a turn, and its seconds.
 ROUNDS, STEPS, TURN = 5, 8, 1.2
@@ -80,7 +80,7 @@ def launches(task: str, data: str = "") -> list[Rounds]:
             hosts,
             rate,
             task,
-            own._replace(clip=0.0, batch=own.batch * FEW // hosts),
+            own._replace(clip=0.0, batch=own.batch * BASE_HOSTS // hosts),
             [*rivals, *OWN],
             ROUNDS,
             STEPS,

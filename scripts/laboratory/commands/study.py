@@ -40,7 +40,7 @@ EXAMPLES = f"""\
 examples:
   scripts/lab study --tasks mlp,conv --seeds 10 --specs 'dense;topk:ratio=0.001;topk:ratio=0.01,momentum=0.9' --jobs 2
   scripts/lab study --tasks conv --specs topk:ratio=0.001 --set steps=200,conv.lr=0.1 --name try
-  scripts/lab study --tasks cifar --data FOLDER --specs 'topk:ratio=0.01;bf16;powersgd:rank=1' --seeds 2
+  scripts/lab study --tasks cifar --data FOLDER --specs 'topk:ratio=0.01;bf16:steps=4;powersgd:rank=4,start=80' --seeds 2
   scripts/lab study --tasks conv --specs topk --door horovod --name real
 
 Specs are trained with simulated ranks in one process, and so are local steps, as local:EVERY/RATE/MOMENTUM/SPEC, such as
@@ -88,6 +88,8 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         raise Refused(f"--specs {way}: a study needs ways that exchange gradients and count their bytes")
     if chosen.rate and not chosen.door:
         raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
+    if (batches := ways.passes(way)) > own.steps:
+        raise Refused(f"--specs {way}: a step needs {batches} batches, and {task} has {own.steps}; give more steps")
     is_local = ways.local_of(way) is not None
     door = chosen.door or (ways.SIMULATED if is_local or ways.is_spec(way) else ways.DDP)
     if is_local and door != ways.SIMULATED:
@@ -149,6 +151,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     sign = -1 if TASKS[task].higher_is_better else 1
     worse = [sign * (a - b) for a, b in zip(scores, dense_scores, strict=True)]
     steps, reached = max(1, round(GOAL_AT * len(own[0]["losses"]))), _reached(own, others)
+    passes = ways.passes(spec)
     return {
         "spec": spec,
         "seeds": seeds,
@@ -159,9 +162,9 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "score_error": or_none(stats.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),
         "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
-        "bytes_sent": round(statistics.fmean(sum(record["sent"]) for record in own)),
+        "bytes_sent": passes * round(statistics.fmean(sum(record["sent"]) for record in own)),
         "compression": sum(4 * r["parameters"] * len(r["sent"]) for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
-        "steps_to_loss": reached,
+        "steps_to_loss": passes * reached if reached is not None else None,  # in batches
         "times_the_steps": reached / steps if reached is not None else None,
         "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
         "losses": _in_parts(_losses(own)),

@@ -110,11 +110,10 @@ def train(rank: Rank, own: Training) -> dict[str, Any]:
     return {
         "losses": [round(loss, 6) for loss in rank.door.means(losses, "losses")],
         "sent": sent,
-        "scores": [(batch, seconds, score)],
+        "scores": [(steps, seconds, score)],
         "parameters": rank.parameters,
         "seconds": round(seconds, 2),
         "weights_are_equal": is_equal(rank.door, digest_of(trainee.fitted.model)),
-        "auto": dict(trainee.fitted.stats().get("auto", {})),
     }
 
 
