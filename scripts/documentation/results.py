@@ -61,8 +61,9 @@ RACES: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[str, str, str]]]] 
     ),
 }
 
-# The learning rates of the pictures and of the text's long training, of which dense and each spec have their best: the records.
+# The records of several learning rates, of which each way has its best: of the pictures, of peers there, and of the long text.
 OF_PICTURES = tuple(f"study-cifar-rate-{rate}" for rate in ("05", "1", "2", "4"))
+OF_PEERS = ("study-cifar-peers", *(f"study-cifar-peers-rate-{rate}" for rate in ("05", "2", "4")))
 OF_TEXT = tuple(f"study-text-converged-{rate}" for rate in ("4e3", "8e3", "16e3", "32e3"))
 
 # The trainings of a chart of scores: a heading, the record or those of several learning rates, whether differences are a share
@@ -85,7 +86,6 @@ STUDIES: list[tuple[str, tuple[str, ...], bool, Mapping[str, str]]] = [
         ("study-cifar",),
         False,
         {
-            "bf16": "bf16",
             "sdagc 0.42 %": "sdagc:density=0.0042",
             "topk 0.46 %": "topk:ratio=0.0046",
             "topk 0.18 %": "topk:ratio=0.0018",
@@ -99,6 +99,19 @@ STUDIES: list[tuple[str, tuple[str, ...], bool, Mapping[str, str]]] = [
         {"blocks": "blocks", "orq": "orq", "sdagc": "sdagc:density=0.01", "topk": "topk:ratio=0.01"},
     ),
     (
+        "Peers as advised, 3 seeds: points below dense's {:.1f} %",
+        OF_PEERS,
+        False,
+        {
+            "bf16": "bf16",
+            "PowerSGD 8": "powersgd:rank=8,start=80",
+            "PowerSGD 4": "powersgd:rank=4,start=80",
+            "PowerSGD 2": "powersgd:rank=2,start=80",
+            "bf16, 4 batches": "bf16:steps=4",
+            "PowerSGD 1": "powersgd:rank=1,start=80",
+        },
+    ),
+    (
         "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
         ("study-cifar-converged",),
         False,
@@ -109,6 +122,12 @@ STUDIES: list[tuple[str, tuple[str, ...], bool, Mapping[str, str]]] = [
             "PowerSGD 4": "powersgd:rank=4,start=234",
             "blocks": "blocks",
         },
+    ),
+    (
+        "The same training",
+        ("study-cifar-converged-rest",),
+        False,
+        {"topk 0.46 %": "topk:ratio=0.0046", "topk, warm-up": "topk:ratio=0.0046,warmup=312"},
     ),
     (
         "Text, best of 4 rates, 3 seeds: % above dense's {:.2f}",

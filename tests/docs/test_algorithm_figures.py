@@ -15,6 +15,7 @@ PAGES, RECORDS = ROOT / "docs" / "algorithms", ROOT / "benchmarks" / "results"
 STUDIES = {
     "pictures, SGD with momentum, 12 seeds": ["study-cifar-best"],
     "the same, 3 seeds": ["study-cifar"],
+    "pictures, 30 epochs, 3 seeds": ["study-cifar-converged-rest"],
     "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
     "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
     "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
@@ -184,12 +185,9 @@ def test_what_five_bits_cost_a_text() -> None:
 
 def test_pictures_end_as_denses_do() -> None:
     """The difference is far below the noise of dense's own seeds."""
-    errors = []
     for name in ("study-blocks-cifar", "study-blocks-conv"):
         found = lines(name)
-        errors.append(f"{found['dense']['score_error']:.2f}")
         assert all(found[spec]["worse_than_dense"] < found["dense"]["score_error"] / 3 for spec in ("blocks", "blocks:bits=4"))
-    assert f"({errors[0]} and {errors[1]})" in (PAGES / "blocks.md").read_text()
 
 
 def test_what_five_bits_take() -> None:

@@ -87,7 +87,29 @@ def test_what_the_page_says_of_scores() -> None:
     assert f"loses nothing certain (at most {said(best, 'topk:ratio=0.01', 1)[1]} points)" in FLAT
     assert [is_certain(best, "topk:ratio=0.01"), *(is_certain(few, each["spec"]) for each in peaks)] == [False, True, True]
     assert [is_certain(few, f"sdagc:density={density}") for density in (0.0042, 0.0016)] == [False, True]
-    assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
+    peers = results.best(results.OF_PEERS)
+    gained = -peers["bf16"]["worse_than_dense"]
+    assert f"bf16 lost {said(few, 'bf16', 1)[0]} in one study, and gained {gained:.1f} in another." in FLAT
+    one, two, *more = (f"powersgd:rank={rank},start=80" for rank in (1, 2, 4, 8))
+    first, second, added = (said(peers, way, 1) for way in (one, two, "bf16:steps=4"))
+    text = (
+        f"loses {first[0]} points (at most {first[1]}) with rank 1, {second[0]} ({second[1]}) with rank 2, and nothing certain"
+    )
+    added = f"costs {added[0]} ({added[1]}) at the best of four rates, dense's."
+    assert f"{text} with 4 and 8. Adding up four batches before bf16 {added}" in FLAT
+    assert all(line["rate"] == 0.1 for line in peers.values()) and sorted(map(rate_of, results.OF_PEERS)) == [
+        0.05,
+        0.1,
+        0.2,
+        0.4,
+    ]
+    assert [is_certain(peers, way) for way in (one, two, *more, "bf16:steps=4", "bf16")] == [
+        True,
+        True,
+        *[False] * 2,
+        True,
+        False,
+    ]
     spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
     assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
 
@@ -116,7 +138,7 @@ def test_what_the_page_says_of_tuned_rates() -> None:
 
 
 def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
-    assert "for each, by training loss, no difference is certain." in FLAT
+    assert "for each, by training loss: no difference is certain." in FLAT
     best = results.best(results.OF_PICTURES)
     assert not any(is_certain(best, spec) for spec in best) and best["dense"]["rate"] == 0.1
     half = study("study-cifar-rate-05")
@@ -156,6 +178,10 @@ def test_the_verdict_of_sdagc() -> None:
     own = cifar["sdagc:density=0.01"]
     said_of = f"({own['worse_than_dense']:.1f} points, at most {own['worse_at_most']:.1f})"
     assert f"loses nothing certain at {own['compression']:.0f} x {said_of}" in text
+    late, spec = study("study-cifar-converged"), "sdagc:density=0.0042"
+    worse, most = said(late, spec, 1)
+    assert f"in 30 epochs {worse} points ({most}) at {late[spec]['compression']:.0f} x, not certain" in text
+    assert not is_certain(late, spec)
 
 
 def test_the_verdicts_of_sketches() -> None:
@@ -210,8 +236,13 @@ def test_the_verdicts_of_codes_and_levels() -> None:
         for levels in (5, 9):
             errors = {spec: line["squared_error"] for spec, line in lines.items() if f"levels={levels}," in spec}
             assert min(errors, key=lambda spec: errors[spec]).startswith("orq") and len(errors) == 4
-    worse, most = said(study("study-cifar"), "topk:ratio=0.0046", 1)
-    assert f"{worse} points ({most}) at 437 x" in row("DGC**")
+    (short, most), late = said(study("study-cifar"), "topk:ratio=0.0046", 1), study("study-cifar-converged-rest")
+    plain, warm = (late[spec] for spec in ("topk:ratio=0.0046", "topk:ratio=0.0046,warmup=312"))
+    (less, at_most), (other, bound) = (said(late, line["spec"], 1) for line in (plain, warm))
+    text = f"loses {less} points (at most {at_most}) at {plain['compression']:.0f} x, and {other} ({bound}) with DGC's warm-up"
+    assert f"{text} of ratios, {warm['compression']:.0f} x in all" in row("DGC**")
+    assert f"in 800 steps {short} ({most}) at 437 x" in row("DGC**")
+    assert is_certain(late, plain["spec"]) and not is_certain(late, warm["spec"])
 
 
 def test_the_verdict_of_gtopk_and_the_speed_of_a_copy() -> None:
