@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from itertools import product
 from typing import Any
 
@@ -203,9 +204,9 @@ def test_what_is_said_of_thirty_epochs() -> None:
 def test_what_is_said_of_a_fine_tuning() -> None:
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
-    (dense, topk, most), (_, blocks, most_blocks), (_, orq, most_orq) = found.values()
-    said = f"perplexities of {dense + topk:.2f} and {dense + blocks:.2f} beside {dense:.2f}"
-    assert f"{said} (at most {most:.2f} and {most_blocks:.2f} more), `orq` has: {dense + orq:.2f} ({most_orq:.2f})." in page
+    dense, orq, most = found["orq"]
+    said = f"nothing certain of dense's perplexity of {dense:.2f}; `orq` has {orq:.2f} (at most {most:.2f})."
+    assert said in page
     worse = {spec: lower_bound([-x for x in costs_of_seeds("fine-tuned", spec)]) for spec in found}
     assert worse["orq"] > 0 > max(worse["topk:ratio=0.01"], worse["blocks"])
 
@@ -267,6 +268,18 @@ def test_the_scores_of_which_spec() -> None:
     assert said.format(*shares) in " ".join(WHICH.split())
 
 
+def test_how_near_predictions_were() -> None:
+    lines = json.loads((RESULTS / "predictions.json").read_text())["lines"]
+    ratios = {
+        few: [line["predicted_ms"] / line["ms"] for line in lines if (line["hosts"] < 16) == few] for few in (True, False)
+    }
+    near = {few: f"{sum(0.8 <= ratio <= 1.2 for ratio in found)} of {len(found)}" for few, found in ratios.items()}
+    page, why = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("predict.md", "decisions/prediction.md"))
+    assert f"{near[True]} predictions were [within 20 %]" in page and f"of the measured step; on 16, {near[False]}." in page
+    middle, least, most = statistics.median(ratios[True]), min(ratios[True]), max(ratios[True])
+    assert f"the median ratio is {middle:.2f}, the extremes {least:.2f} and {most:.2f}" in why
+
+
 def test_what_which_spec_says_of_ratios() -> None:
     """A gather's link carries 2 / P of the ratio of payloads, and a ratio of the papers costs points."""
     lines = {
@@ -295,7 +308,7 @@ def test_what_the_results_say_of_single_steps() -> None:
         task = {"net": "cifar-large", "text": "shakespeare"}[what]
         times = [line(task, {"four": 4, "eight": 8}[hosts], RATES[link], each)["ms"]["median"] for each in (way, other)]
         assert [its, others] == [f"{time:,.0f}" for time in times], (way, other, what, hosts, link)
-    assert len(found) >= 4
+    assert len(found) >= 3
     eight = [line(task, 8, "10gbit", "topk")["over"]["stock"] for task in ("cifar-large", "shakespeare")]
     net, text = (f"{each['median']:.2f}" for each in eight)
     most, text_most = (f"{each['at_most']:.2f}" for each in eight)
