@@ -21,7 +21,7 @@ import gradcomp
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("folder", type=Path, help="of the states of this machine's ranks")
-parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
+parser.add_argument("--spec", default="sign", help="the compressor and its knobs (default sign)")
 parser.add_argument("--every", type=int, default=20, help="steps from one synchronization to the next (default 20)")
 parser.add_argument("--steps", type=int, default=200)
 options = parser.parse_args()

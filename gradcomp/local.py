@@ -42,7 +42,7 @@ __all__ = ["LocalSteps"]
 # The outer step, where the user leaves it open.
 RATE, MOMENTUM = 0.9, 0.7
 
-_NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as topk"
+_NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as sign"
 _NO_NETWORK = (
     "LocalSteps() found no ranks: call torch.distributed.init_process_group(), or horovod.torch.init(), before; a training on "
     "one rank does so, too"
@@ -119,7 +119,7 @@ class LocalSteps:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        spec: str | Compressor = "topk",
+        spec: str | Compressor = "sign",
         *,
         every: int = 30,
         outer_lr: float | None = None,

@@ -15,7 +15,7 @@ PAGES, RECORDS = ROOT / "docs" / "algorithms", ROOT / "benchmarks" / "results"
 STUDIES = {
     "pictures, SGD with momentum, 12 seeds": ["study-cifar-best"],
     "the same, 3 seeds": ["study-cifar"],
-    "pictures, 30 epochs, 3 seeds": ["study-cifar-converged-rest"],
+    "pictures, 30 epochs, 3 seeds": ["study-cifar-converged", "study-cifar-converged-rest"],
     "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
     "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
     "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
@@ -119,7 +119,9 @@ def test_what_the_pages_of_baselines_say_of_errors() -> None:
 
 def test_what_half_and_dense_say() -> None:
     bf16 = lines("study-shakespeare-rest")["bf16"]
-    assert "less than 0.01 of 10.50 perplexity (three seeds)" in (PAGES / "half.md").read_text()
+    page, half = " ".join((PAGES / "half.md").read_text().split()), lines("study-half-pictures")["half"]
+    assert "less than 0.01 of 10.50 perplexity (three seeds)" in page and len(half["seeds"]) == 3
+    assert f"loses {half['worse_than_dense']:.2f} points of 60.58 % (at most {half['worse_at_most']:.2f})" in page
     assert bf16["worse_at_most"] < 0.01 and len(bf16["seeds"]) == 3
     ms = {}
     for path in (RECORDS / "steps").glob("cifar-large-ddp-4-hosts-1*0*bit-*.json"):

@@ -192,7 +192,7 @@ def test_what_is_said_of_thirty_epochs() -> None:
     _, *few = costs("cifar-converged-rest", "topk:ratio=0.0046")
     said = f"only `topk`'s loss is certain: {topk[0]:.1f} points (at most {topk[1]:.1f}), and"
     assert f"ends at {dense:.1f} %, {said} {few[0]:.1f} ({few[1]:.1f}) at 439 x." in page
-    assert f"PowerSGD loses {powersgd[0]:.1f} ({powersgd[1]:.1f}) at {ratio:.1f} x." in page
+    assert f"PowerSGD on real ranks loses {powersgd[0]:.1f} ({powersgd[1]:.1f}) at {ratio:.1f} x." in page
     certain = [spec for spec in specs if lower_bound(costs_of_seeds("cifar-converged", spec)) > 0]
     assert certain == ["topk:ratio=0.01"]
     row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
@@ -230,6 +230,10 @@ def test_what_readme_says_of_specs() -> None:
         worse, most = (f"{100 * each / score:.1f} %" for each in own)
         said = f"{training.format(seeds_of(study, spec))} | {worse}{' of its perplexity' * (name == 'blocks')} | {most} |"
         assert f"| `{name}` | {said}" in README, (study, spec)
+    orqs = {name: costs(name, "orq") for name in ("shakespeare-rest", "text-converged-4e3", "fine-tuned")}
+    assert all(lower_bound([-x for x in costs_of_seeds(name, "orq")]) > 0 for name in orqs)
+    shares = [100 * worse / dense for dense, worse, _ in orqs.values()]
+    assert f"`orq` lost {min(shares):.1f} to {max(shares):.1f} % for certain [in three others]" in " ".join(README.split())
     tuned = results.best(results.OF_TEXT)
     score, topk = tuned["dense"]["score"], tuned["topk:ratio=0.01"]
     worse, most = (100 * topk[key] / score for key in ("worse_than_dense", "worse_at_most"))
@@ -250,6 +254,8 @@ def test_the_scores_of_which_spec() -> None:
         cells = [f"{worse:.2f} ({most:.2f})" for _, worse, most in found]
         said = rf"\| `{row}` \| [^|]+ \| [0-9. to]+ \| [0-9./ ]+ \| {re.escape(' | '.join(cells))} \|"
         assert re.search(said, WHICH), (row, cells)
+    half = costs("half-pictures", "half")
+    assert f"| `half` | all, in 16 bits | 2 | 2/2/2 | {half[1]:.2f} ({half[2]:.2f}) | |" in WHICH
     three, five = (costs(f"{name}-best-rate", spec)[0] for name, spec in (("shakespeare", "orq"), ("blocks-text", "blocks")))
     assert f"Under `dense` it is {three:.2f} (five seeds: {five:.2f}). None of these is certain: 0.004 is near" in WHICH
     for name, specs in (("shakespeare", ("topk:ratio=0.01", "orq", "sdagc")), ("blocks-text", ("blocks",))):
@@ -296,6 +302,8 @@ def test_what_which_spec_says_of_ratios() -> None:
         for hosts in (4, 16):
             stock, own = (simulated[each][hosts]["interface_bytes"] for each in ("stock", spec))
             assert float(said) == pytest.approx(stock / own, rel=0.01), (spec, hosts)
+    few = costs("cifar-converged-rest", "topk:ratio=0.0046")[1]
+    assert f"in 800 steps, and {few:.1f} in 30 epochs |" in WHICH
     assert f"A `ratio` of 0.0046 [lost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points]" in WHICH
     assert "8 x 25 x 3/4 / 1250 = 0.12 s" in WHICH and 8 * 25e6 * 3 / 4 / 1250e6 == 0.12
 
@@ -308,7 +316,7 @@ def test_what_the_results_say_of_single_steps() -> None:
         task = {"net": "cifar-large", "text": "shakespeare"}[what]
         times = [line(task, {"four": 4, "eight": 8}[hosts], RATES[link], each)["ms"]["median"] for each in (way, other)]
         assert [its, others] == [f"{time:,.0f}" for time in times], (way, other, what, hosts, link)
-    assert len(found) >= 3
+    assert len(found) >= 2
     eight = [line(task, 8, "10gbit", "topk")["over"]["stock"] for task in ("cifar-large", "shakespeare")]
     net, text = (f"{each['median']:.2f}" for each in eight)
     most, text_most = (f"{each['at_most']:.2f}" for each in eight)
@@ -342,6 +350,8 @@ def test_the_losses_of_trainers_are_those_of_their_record() -> None:
         if not name.startswith("plain") and not spec.startswith("auto"):
             assert losses == found["plain, clip_grad_norm_", "ddp", kind, spec], (name, kind, spec)
     assert {line["seeds"] for line in record["cells"]} == {3}
+    spread = [100 * line["noise"] / line["plain"] for line in record["cells"]]
+    assert f"seeds spread by {min(spread):.1f} to {max(spread):.1f} %." in " ".join(page.split())
 
 
 def test_the_outcomes_of_others_programs() -> None:

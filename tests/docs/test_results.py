@@ -35,7 +35,7 @@ def said(lines: dict[str, Any], spec: str, digits: int = 2) -> tuple[str, str]:
 
 def is_certain(lines: dict[str, Any], spec: str) -> bool:
     """Return True if a spec's scores are surely not dense's, in either direction."""
-    worse = [a - b for a, b in zip(lines["dense"]["scores"], lines[spec]["scores"], strict=True)]
+    worse = lost_by(lines, spec)
     return not lower_bound(worse) <= 0 <= upper_bound(worse)
 
 
@@ -88,30 +88,23 @@ def test_what_the_page_says_of_scores() -> None:
     assert [is_certain(best, "topk:ratio=0.01"), *(is_certain(few, each["spec"]) for each in peaks)] == [False, True, True]
     assert [is_certain(few, f"sdagc:density={density}") for density in (0.0042, 0.0016)] == [False, True]
     peers = results.best(results.OF_PEERS)
-    gained = -peers["bf16"]["worse_than_dense"]
+    gained = -statistics.fmean(lost_by(peers, "bf16"))
     assert f"bf16 lost {said(few, 'bf16', 1)[0]} in one study, and gained {gained:.1f} in another." in FLAT
-    one, two, *more = (f"powersgd:rank={rank},start=80" for rank in (1, 2, 4, 8))
-    first, second, added = (said(peers, way, 1) for way in (one, two, "bf16:steps=4"))
-    text = (
-        f"loses {first[0]} points (at most {first[1]}) with rank 1, {second[0]} ({second[1]}) with rank 2, and nothing certain"
-    )
-    added = f"costs {added[0]} ({added[1]}) at the best of four rates, dense's."
-    assert f"{text} with 4 and 8. Adding up four batches before bf16 {added}" in FLAT
-    assert all(line["rate"] == 0.1 for line in peers.values()) and sorted(map(rate_of, results.OF_PEERS)) == [
-        0.05,
-        0.1,
-        0.2,
-        0.4,
-    ]
-    assert [is_certain(peers, way) for way in (one, two, *more, "bf16:steps=4", "bf16")] == [
-        True,
-        True,
-        *[False] * 2,
-        True,
-        False,
-    ]
+    ranks = [f"powersgd:rank={rank},start=80" for rank in (1, 2, 4, 8)]
+    lost, most = zip(*(said(peers, way, 1) for way in ranks[:3]), strict=True)
+    added = "costs {} ({}) at the best of four rates, dense's.".format(*said(peers, "bf16:steps=4", 1))
+    text = f"loses {lost[0]}, {lost[1]} and {lost[2]} points with ranks 1, 2 and 4 (at most {most[0]}, {most[1]} and {most[2]})"
+    assert f"{text}, and with 8 nothing certain. Adding up four batches before bf16 {added}" in FLAT
+    assert [way for way in peers if lower_bound(lost_by(peers, way, "stock")) > 0] == ["bf16:steps=4", *ranks[:3]]
+    assert all(line["rate"] == 0.1 for line in peers.values())
+    assert sorted(map(rate_of, results.OF_PEERS)) == [0.05, 0.1, 0.2, 0.4]
     spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
     assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
+
+
+def lost_by(lines: dict[str, Any], spec: str, base: str = "dense") -> list[float]:
+    """Return how much lower a spec's score is than the base's, by seed."""
+    return [a - b for a, b in zip(lines[base]["scores"], lines[spec]["scores"], strict=True)]
 
 
 def rate_of(name: str) -> float:
@@ -143,7 +136,12 @@ def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
     assert not any(is_certain(best, spec) for spec in best) and best["dense"]["rate"] == 0.1
     half = study("study-cifar-rate-05")
     (topk, most), (orq, orq_most) = (said(half, spec, 1) for spec in ("topk:ratio=0.01", "orq"))
-    assert f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most})." in FLAT
+    twice = study("study-cifar-rate-2")
+    blocks, blocks_most = said(twice, "blocks", 1)
+    text = f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most}); at twice this"
+    assert f"{text} rate `blocks` {blocks} ({blocks_most})." in FLAT and is_certain(twice, "blocks")
+    others = [(study(name), spec) for name in results.OF_PICTURES for spec in best if spec != "dense"]
+    assert sum(is_certain(lines, spec) for lines, spec in others) == 3
     assert is_certain(half, "topk:ratio=0.01") and is_certain(half, "orq")
 
 
@@ -231,6 +229,17 @@ def test_the_verdicts_of_codes_and_levels() -> None:
         for spec in ("bingrad:", "orq:", "orq:levels=5,", "orq:levels=9,")
     ]
     assert f"{', '.join(ratios[:3])} and {ratios[3]}" in row("BinGrad, ORQ**")
+    lost = [
+        a - b
+        for a, b in zip(*(found[f"{name}route=allgather"]["scores"] for name in ("terngrad:", "bingrad:form=pb,")), strict=True)
+    ]
+    assert f"BinGrad-pb's {statistics.fmean(lost):.2f} points below TernGrad's (at most {upper_bound(lost):.2f})" in row(
+        "BinGrad, ORQ**"
+    )
+    orqs = [line for spec, line in found.items() if spec.startswith("orq")]
+    others = [line for spec, line in found.items() if spec.startswith(("terngrad", "qsgd", "linear", "dense"))]
+    behind = [[a - b for a, b in zip(one["scores"], own["scores"], strict=True)] for own in orqs for one in others]
+    assert lower_bound(lost) > 0 and all(lower_bound(each) <= 0 for each in behind)
     for task in ("conv", "mlp", "text"):
         lines = study(f"study-quantisers-{task}")
         for levels in (5, 9):
@@ -239,8 +248,8 @@ def test_the_verdicts_of_codes_and_levels() -> None:
     (short, most), late = said(study("study-cifar"), "topk:ratio=0.0046", 1), study("study-cifar-converged-rest")
     plain, warm = (late[spec] for spec in ("topk:ratio=0.0046", "topk:ratio=0.0046,warmup=312"))
     (less, at_most), (other, bound) = (said(late, line["spec"], 1) for line in (plain, warm))
-    text = f"loses {less} points (at most {at_most}) at {plain['compression']:.0f} x, and {other} ({bound}) with DGC's warm-up"
-    assert f"{text} of ratios, {warm['compression']:.0f} x in all" in row("DGC**")
+    text = f"loses {less} points (at most {at_most}) at {plain['compression']:.0f} x, and {other} ({bound}), not certain,"
+    assert f"{text} with DGC's warm-up of ratios, {warm['compression']:.0f} x in all" in row("DGC**")
     assert f"in 800 steps {short} ({most}) at 437 x" in row("DGC**")
     assert is_certain(late, plain["spec"]) and not is_certain(late, warm["spec"])
 
