@@ -270,7 +270,6 @@ KERNELS = {
     "torch add_, top-k, gather, fill": "the same in plain torch",
     "accumulate, moments, take_above": "accumulate, moments, entries beyond 3.3 deviations",
     "ORQ-3, round and add": "ORQ-3: levels, words, and these decoded and added",
-    "ORQ-9, round and add": "ORQ-9: the same",
 }
 
 

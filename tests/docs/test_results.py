@@ -126,6 +126,9 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     at_denses = study(next(name for name in results.OF_TEXT if dense["rate"] == rate_of(name)))
     three, one = (at_denses[f"topk:ratio={ratio}"]["worse_than_dense"] for ratio in (0.03, 0.01))
     assert three > one and "seems to [lose more]" in FLAT
+    lost = [at_denses["topk:ratio=0.01"][key] for key in ("worse_than_dense", "worse_at_most")]
+    share, most = (f"{100 * each / at_denses['dense']['score']:.1f}" for each in lost)
+    assert f"At dense's best rate, `topk` loses {share} % ({most})," in FLAT and is_certain(at_denses, "topk:ratio=0.01")
     tried = sorted(rate_of(name) for name in results.OF_TEXT)
     assert all(line["rate"] in tried[1:-1] for line in best.values())
 
