@@ -128,6 +128,8 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     assert three > one and "seems to [lose more]" in FLAT
     lost = [at_denses["topk:ratio=0.01"][key] for key in ("worse_than_dense", "worse_at_most")]
     share, most = (f"{100 * each / at_denses['dense']['score']:.1f}" for each in lost)
+    own = " ".join((ROOT / "docs" / "algorithms" / "topk.md").read_text().split())
+    assert f"ends [{share} % above](../results.md#scores-and-bytes) (at most {most}) at dense's best rate" in own
     assert f"At dense's best rate, `topk` loses {share} % ({most})," in FLAT and is_certain(at_denses, "topk:ratio=0.01")
     tried = sorted(rate_of(name) for name in results.OF_TEXT)
     assert all(line["rate"] in tried[1:-1] for line in best.values())
@@ -141,8 +143,8 @@ def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
     (topk, most), (orq, orq_most) = (said(half, spec, 1) for spec in ("topk:ratio=0.01", "orq"))
     twice = study("study-cifar-rate-2")
     blocks, blocks_most = said(twice, "blocks", 1)
-    text = f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most}); at twice this"
-    assert f"{text} rate `blocks` {blocks} ({blocks_most})." in FLAT and is_certain(twice, "blocks")
+    text = f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most}); at twice"
+    assert f"{text} dense's `blocks` {blocks} ({blocks_most})." in FLAT and is_certain(twice, "blocks")
     others = [(study(name), spec) for name in results.OF_PICTURES for spec in best if spec != "dense"]
     assert sum(is_certain(lines, spec) for lines, spec in others) == 3
     assert is_certain(half, "topk:ratio=0.01") and is_certain(half, "orq")
@@ -178,7 +180,9 @@ def test_the_verdict_of_sdagc() -> None:
     assert f"At 2,041 and {lstm['compression']:.0f} x the training loss stays above dense's." in text
     own = cifar["sdagc:density=0.01"]
     said_of = f"({own['worse_than_dense']:.1f} points, at most {own['worse_at_most']:.1f})"
-    assert f"loses nothing certain at {own['compression']:.0f} x {said_of}" in text
+    few = study("study-cifar")["sdagc:density=0.0016"]
+    more = f"{few['worse_than_dense']:.1f} at {few['compression']:,.0f} x"
+    assert f"loses nothing certain at {own['compression']:.0f} x {said_of}, {more};" in text
     late, spec = study("study-cifar-converged"), "sdagc:density=0.0042"
     worse, most = said(late, spec, 1)
     assert f"in 30 epochs {worse} points ({most}) at {late[spec]['compression']:.0f} x, not certain" in text
