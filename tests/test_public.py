@@ -38,7 +38,7 @@ gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterab
 gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot | None]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
-gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'topk', *, every: 'int' = 30, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, fragments: 'int' = 1, seed: 'int' = 0)
+gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'sign', *, every: 'int' = 30, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, fragments: 'int' = 1, seed: 'int' = 0)
 gradcomp.local.LocalSteps.flush() -> 'None'
 gradcomp.local.LocalSteps.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.local.LocalSteps.param_groups() -> 'list[dict[str, Any]]'

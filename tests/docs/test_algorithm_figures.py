@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES, RECORDS = ROOT / "docs" / "algorithms", ROOT / "benchmarks" / "results"
+from documents import RECORDS, ROOT, record, study
+
+PAGES = ROOT / "docs" / "algorithms"
 
 # The trainings in a table of scores, and their records.
 STUDIES = {
-    "pictures, SGD with momentum, 12 seeds": ["study-cifar-best"],
-    "the same, 3 seeds": ["study-cifar"],
-    "pictures, 30 epochs, 3 seeds": ["study-cifar-converged", "study-cifar-converged-rest"],
-    "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
-    "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
-    "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
-    "pictures, SGD with momentum, 5 seeds": ["study-blocks-cifar"],
-    "digits, SGD with momentum, 5 seeds": ["study-blocks-conv"],
+    "pictures, SGD with momentum, 12 seeds": ["cifar-best"],
+    "the same, 3 seeds": ["cifar"],
+    "pictures, 30 epochs, 3 seeds": ["cifar-converged", "cifar-converged-rest"],
+    "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["shakespeare", "shakespeare-rest"],
+    "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["blocks-text"],
+    "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["blocks-text-best-rate"],
+    "pictures, SGD with momentum, 5 seeds": ["blocks-cifar"],
+    "digits, SGD with momentum, 5 seeds": ["blocks-conv"],
 }
-OLDER = ["study-quantisers-conv", "study-quantisers-text"]
+OLDER = ["quantisers-conv", "quantisers-text"]
 
 
 def tables(heading: str) -> Iterator[tuple[Path, str, list[list[str]]]]:
@@ -32,12 +32,6 @@ def tables(heading: str) -> Iterator[tuple[Path, str, list[list[str]]]]:
         for table in re.finditer(rf"^{re.escape(heading)}\n\|[-:|]+\n((?:\|.+\n)+)", text, re.MULTILINE):
             cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.group(1).splitlines()]
             yield page, text[: table.start()], cells
-
-
-def lines(name: str) -> dict[str, Any]:
-    """Return a study's lines by spec."""
-    (task,) = json.loads((RECORDS / f"{name}.json").read_text())["tasks"].values()
-    return {line["spec"]: line for line in task["lines"]}
 
 
 def test_scores_against_dense() -> None:
@@ -58,7 +52,7 @@ def test_scores_against_dense() -> None:
 
 def line_of(names: list[str], spec: str) -> Any:
     """Find a spec's line, in the canonical form or with the default that the study wrote out."""
-    own = {key: line for name in names for key, line in lines(name).items()}
+    own = {key: line for name in names for key, line in study(name).items()}
     written = {"topk": "topk:ratio=0.01", "sdagc": "sdagc:density=0.01"}
     return own.get(spec) or own[written[spec]]
 
@@ -69,7 +63,7 @@ def rounded(value: float) -> float:
 
 def test_scores_and_errors_of_the_older_trainings() -> None:
     found = 0
-    studies = [lines(name) for name in OLDER]
+    studies = [study(name) for name in OLDER]
     for page, _, rows in tables("| | conv, 10 seeds | error | an LSTM's error |"):
         for label, score, *errors in rows:
             spec = re.sub(r"[:,]feedback=true", "", label.strip("`"))
@@ -85,9 +79,9 @@ def test_scores_and_errors_of_the_older_trainings() -> None:
 
 def test_how_much_more_the_baselines_err() -> None:
     """On three nets, over ORQ with as many levels."""
-    for name in (*OLDER, "study-quantisers-mlp"):
+    for name in (*OLDER, "quantisers-mlp"):
         errors = {
-            spec.removesuffix("route=allgather").rstrip(":,"): line["squared_error"] for spec, line in lines(name).items()
+            spec.removesuffix("route=allgather").rstrip(":,"): line["squared_error"] for spec, line in study(name).items()
         }
         for levels in (5, 9):
             own = errors[f"orq:levels={levels}"]
@@ -97,7 +91,7 @@ def test_how_much_more_the_baselines_err() -> None:
 
 
 def test_what_the_pages_of_baselines_say_of_errors() -> None:
-    conv = lines("study-quantisers-conv")
+    conv = study("quantisers-conv")
     errors = {spec: f"{line['squared_error']:.2f}" for spec, line in conv.items() if line["squared_error"]}
 
     def of(spec: str) -> str:
@@ -118,14 +112,14 @@ def test_what_the_pages_of_baselines_say_of_errors() -> None:
 
 
 def test_what_half_and_dense_say() -> None:
-    bf16 = lines("study-shakespeare-rest")["bf16"]
-    page, half = " ".join((PAGES / "half.md").read_text().split()), lines("study-half-pictures")["half"]
+    bf16 = study("shakespeare-rest")["bf16"]
+    page, half = " ".join((PAGES / "half.md").read_text().split()), study("half-pictures")["half"]
     assert "less than 0.01 of 10.50 perplexity (three seeds)" in page and len(half["seeds"]) == 3
     assert f"loses {half['worse_than_dense']:.2f} points of 60.58 % (at most {half['worse_at_most']:.2f})" in page
     assert bf16["worse_at_most"] < 0.01 and len(bf16["seeds"]) == 3
     ms = {}
     for path in (RECORDS / "steps").glob("cifar-large-ddp-4-hosts-1*0*bit-*.json"):
-        launch = json.loads(path.read_text())
+        launch = record(f"steps/{path.stem}")
         rate = re.findall(r"hosts-(\w+)-width", path.name)[0]
         ms[rate] = {line["way"]: f"{line['ms']['median']:,.0f}" for line in launch["run"]["lines"]}
     fast, slow = ms["10gbit"], ms["100mbit"]
@@ -134,8 +128,8 @@ def test_what_half_and_dense_say() -> None:
 
 
 def test_scores_and_times_of_sums() -> None:
-    record = json.loads((RECORDS / "compare-sketches.json").read_text())["models"][0]
-    clusters = {(each["hosts"], each["rate"]): each["lines"] for each in record["clusters"]}
+    model = record("compare-sketches")["models"][0]
+    clusters = {(each["hosts"], each["rate"]): each["lines"] for each in model["clusters"]}
     chosen = [clusters[4, "1gbit"], clusters[4, "100mbit"], clusters[8, "100mbit"]]
     heading = "| | 4 hosts, 1 Gbit/s | 4 hosts, 100 Mbit/s | 8 hosts, 100 Mbit/s | bytes of a rank | accuracy |"
     found = 0
@@ -144,7 +138,7 @@ def test_scores_and_times_of_sums() -> None:
             name = label.strip("`")
             spec = name if name == "dense" else f"{name}{',' if ':' in name else ':ratio=0.001,'}momentum=0.9"
             own = [next(line for line in of_cluster if line["spec"] == spec) for of_cluster in chosen]
-            training = next(line for line in record["training"] if line["spec"] == spec)
+            training = next(line for line in model["training"] if line["spec"] == spec)
             times = [f"{line['ms']['median']:,.0f} ms" for line in own]
             size = own[0]["bytes_per_step"]
             sent = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} KB"
@@ -154,10 +148,10 @@ def test_scores_and_times_of_sums() -> None:
 
 
 def test_scores_of_codes() -> None:
-    study = lines("study-lgc")
+    codes = study("lgc")
     ((_, _, rows),) = tables("| | accuracy | worse than dense | bytes in all, dense / sent |")
     for label, score, worse, ratio in rows:
-        line = study[label.strip("`")]
+        line = codes[label.strip("`")]
         bounds = f"{line['worse_than_dense']:.2f} points (at most {line['worse_at_most']:.2f})"
         assert (score, worse) == (f"{line['score']:.2f} %", "" if label == "dense" else bounds), label
         assert ratio == ("1 x" if label == "dense" else f"{line['compression']:.1f} x"), label
@@ -165,21 +159,21 @@ def test_scores_of_codes() -> None:
 
 
 def test_errors_of_rounding() -> None:
-    record = {line["way"]: line for line in json.loads((RECORDS / "rounding-texts.json").read_text())["lines"]}
+    rounded_texts = {line["way"]: line for line in record("rounding-texts")["lines"]}
     found = 0
     for page, _, rows in tables("| | bits an entry | error at step 10 | 50 | 150 | for Adam, at step 150 |"):
         for label, bits, *cells in rows:
-            line = record[label.removesuffix(", bf16").strip("`")]
+            line = rounded_texts[label.removesuffix(", bf16").strip("`")]
             wanted = [f"{each:.1e}" for each in (*line["errors"], line["for_adam"][-1])]
             assert bits == f"{line['bits']:.2f}" and cells == wanted, f"{page.name}: {label}"
             found += 1
     assert found >= 4
     most = {"blocks:bits=4": 8e-3, "blocks": 1.5e-3}
-    assert all(max(record[way]["errors"]) <= bound for way, bound in most.items())
+    assert all(max(rounded_texts[way]["errors"]) <= bound for way, bound in most.items())
 
 
 def test_what_five_bits_cost_a_text() -> None:
-    dense, blocks = (lines("study-blocks-text")[spec] for spec in ("dense", "blocks"))
+    dense, blocks = (study("blocks-text")[spec] for spec in ("dense", "blocks"))
     shares = [100 * blocks[key] / dense["score"] for key in ("worse_than_dense", "worse_at_most")]
     said = f"it costs {shares[0]:.2f} % of the perplexity, and at most {shares[1]:.2f} % with 95 % confidence"
     assert said in (PAGES / "blocks.md").read_text() and len(dense["scores"]) == 5 and shares[1] <= 0.1
@@ -187,8 +181,8 @@ def test_what_five_bits_cost_a_text() -> None:
 
 def test_pictures_end_as_denses_do() -> None:
     """The difference is far below the noise of dense's own seeds."""
-    for name in ("study-blocks-cifar", "study-blocks-conv"):
-        found = lines(name)
+    for name in ("blocks-cifar", "blocks-conv"):
+        found = study(name)
         assert all(found[spec]["worse_than_dense"] < found["dense"]["score_error"] / 3 for spec in ("blocks", "blocks:bits=4"))
 
 
@@ -204,7 +198,3 @@ def test_what_five_bits_take() -> None:
     found = {line["name"]: line["ratio_to_add"]["median"] for line in record("kernels-blocks-cpu-amd-epyc")["lines"]}
     assert f"rounded in {found['blocks, round']:.1f} x the time of `add_`, and added in {found['blocks, add']:.1f} x" in page
     assert found["Simulation step, blocks"] <= 6
-
-
-def record(name: str) -> Any:
-    return json.loads((RECORDS / f"{name}.json").read_text())

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from documents import ROOT
+from documents import RECORDS, ROOT, lost_by, record, study
 
 from documentation import local_steps, results, scale, step_times, usual_loops
 from laboratory.commands import steps, strangers, trainers
@@ -19,7 +19,7 @@ from laboratory.stats import lower_bound
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results"
+FLAT_WHICH, FLAT_README, FLAT_RESULTS = (" ".join(text.split()) for text in (WHICH, README, results.PAGE.read_text()))
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 
 
@@ -58,7 +58,7 @@ def test_what_is_said_of_usual_loops_under_horovod() -> None:
     assert sum(line["verdict"] == "late" for line in shown) == 3 and "LBFGS" not in {name for name, *_ in by_horovod}
     assert {name for name, *_ in by_horovod} - {name for name, *_ in by_ddp} == {"unused layers, num_groups=1"}
     assert len({name for name, *_ in {*by_ddp, *by_horovod}}) == 35
-    assert json.loads((RESULTS / "loops-ddp.json").read_text())["seeds"] == 3
+    assert record("loops-ddp")["seeds"] == 3
 
 
 def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
@@ -72,7 +72,7 @@ TRIALS = " ".join((ROOT / "benchmarks" / "local-steps.md").read_text().split())
 
 def gaps_of(name: str, spec: str) -> list[float]:
     """Return by how much a spec's loss is above DDP's, for each of three seeds or more."""
-    found = {line["spec"]: line for line in local_steps.lines(name)}
+    found = study(f"local-{name}")
     assert len(found[spec]["seeds"]) >= 3
     pairs = zip(found[spec]["scores"], found["dense"]["scores"], strict=True)
     return [math.log(own) / math.log(theirs) - 1 for own, theirs in pairs]
@@ -103,10 +103,7 @@ def test_what_is_said_of_local_steps() -> None:
     assert said.format(of_every[0], above("steps", dense), of_every[1]) in TRIALS
     assert f"in the same training, ends {of_every[2]:.1f} % above DDP" in TRIALS and f"ends [{of_every[2]:.1f} %]" in page
     sparse = above("periods", "local:30/1/0/topk:ratio=0.0156,wire=coarse,decay=0.95")
-    assert (
-        f"{sparse:.1f} % above DDP." in TRIALS
-        and f"[{sparse:.1f} % above DDP](../benchmarks/local-steps.md) (one seed)" in page
-    )
+    assert f"{sparse:.1f} % above DDP." in TRIALS and f"[{sparse:.1f} % above DDP](../benchmarks/local-steps.md)" in page
     wider = min((above(name, dense), name) for name in ("width-128-rate-4e3", "width-128"))
     said = f"is [{above('short', dense):.1f} %](results/study-local-short.json) above DDP. This gap is"
     said = f"{said} {above('batch-8', dense):.1f} %"
@@ -120,8 +117,7 @@ def test_what_is_said_of_local_steps() -> None:
     sent = {line["spec"]: line["compression"] for line in local_steps.lines("steps")}
     assert f"for a payload {sent[rarely] / sent[dense]:.0f} times smaller" in page
     assert f"for one {sent[often] / sent[dense]:.0f} times smaller" in page
-    (task,) = json.loads((RESULTS / "study-fine-tuned.json").read_text())["tasks"].values()
-    tuned = {line["spec"]: line for line in task["lines"]}
+    tuned = study("fine-tuned")
     for spec, said in (
         (dense, "is {1:.1f} % above DDP (before: {0:.1f})"),
         (rarely, "`sign` with `every=32` {1:.1f} % ({0:.1f})"),
@@ -146,7 +142,7 @@ def test_what_local_steps_lose_on_pictures_at_the_best_rates() -> None:
 
 def test_the_time_of_local_steps_on_a_slow_link() -> None:
     page = " ".join(local_steps.PAGE.read_text().split())
-    (run,) = json.loads((RESULTS / "train-local-10mbit.json").read_text())["runs"]
+    (run,) = record("train-local-10mbit")["runs"]
     over = {each["way"]: each["over"]["stock"]["median"] for each in run["lines"] if each["way"] != "stock"}
     ways = ("topk", "local:30/0.9/0.7/sign", "local:30/0.9/0.7/dense")
     assert run["rate"] == "10mbit" and run["hosts"] == 4
@@ -167,7 +163,7 @@ def test_the_links_of_which_spec_and_of_readme(link: str) -> None:
     nets, rate = ("cifar-large", "shakespeare"), RATES[link]
     both = [f"{over(net, rate, 'topk')}, {over(net, rate, 'sdagc')}" for net in nets]
     hooks = [f"{over(net, rate, 'bf16')}, {over(net, rate, 'powersgd:rank=4')}" for net in nets]
-    records = [json.loads((RESULTS / f"train-blocks-ddp-{name}.json").read_text()) for name in ("cifar-large", "10gbit")]
+    records = [record(f"train-blocks-ddp-{name}") for name in ("cifar-large", "10gbit")]
     lines = [each for record in records for run in record["runs"] if run["rate"] == rate for each in run["lines"]]
     (blocks,) = (f"{each['over']['stock']['median']:.2f}" for each in lines if each["way"] == "blocks")
     page = f"(algorithms/blocks.md#results) | {blocks} | |\n| | torch's hooks: bf16, PowerSGD of rank 4 |"
@@ -176,65 +172,53 @@ def test_the_links_of_which_spec_and_of_readme(link: str) -> None:
     assert f"| {link} | {topk[0]}, {blocks}, {hooks[0]} | {topk[1]}, {hooks[1]} |" in README
 
 
-def costs(study: str, spec: str) -> tuple[float, float, float]:
+def costs(name: str, spec: str) -> tuple[float, float, float]:
     """Return dense's score in a study of three seeds or more, how much worse a spec ends, and the bound of that."""
-    (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
-    dense, own = (next(each for each in task["lines"] if each["spec"] == name) for name in ("dense", spec))
-    assert len(own["seeds"]) >= 3
-    return dense["score"], own["worse_than_dense"], own["worse_at_most"]
+    lines = study(name)
+    assert len(lines[spec]["seeds"]) >= 3
+    return lines["dense"]["score"], lines[spec]["worse_than_dense"], lines[spec]["worse_at_most"]
 
 
-def costs_of_seeds(study: str, spec: str) -> list[float]:
+def costs_of_seeds(name: str, spec: str) -> list[float]:
     """Return how much lower a spec's score is than dense's, seed by seed."""
-    (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
-    dense, own = (next(each for each in task["lines"] if each["spec"] == name) for name in ("dense", spec))
-    return [a - b for a, b in zip(dense["scores"], own["scores"], strict=True)]
+    return lost_by(study(name), spec)
 
 
 def certain_of(spec: str) -> tuple[set[str], set[str]]:
     """Return the studies in which a spec surely ends worse than dense, and those in which it surely ends better."""
     found: dict[bool, set[str]] = {False: set(), True: set()}
-    for path in RESULTS.glob("study-*.json"):
+    for path in RECORDS.glob("study-*.json"):
         for task in json.loads(path.read_text())["tasks"].values():
             lines = {line["spec"]: line for line in task["lines"]}
             if spec in lines and len(lines[spec]["seeds"]) >= 3:
-                sign = -1 if "accuracy" in task["score"] else 1
-                worse = [sign * (a - b) for a, b in zip(lines[spec]["scores"], lines["dense"]["scores"], strict=True)]
-                for is_better in (False, True):
-                    if lower_bound([-x for x in worse] if is_better else worse) > 0:
-                        found[is_better].add(path.stem)
+                for lower in (False, True):
+                    if lower_bound([x if lower else -x for x in lost_by(lines, spec)]) > 0:
+                        found[lower != ("accuracy" in task["score"])].add(path.stem)
     return found[False], found[True]
 
 
-def seeds_of(study: str, spec: str) -> int:
-    (task,) = json.loads((RESULTS / f"study-{study}.json").read_text())["tasks"].values()
-    return len(next(each for each in task["lines"] if each["spec"] == spec)["seeds"])
-
-
 def test_what_is_said_of_thirty_epochs() -> None:
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042", "powersgd:rank=4,start=234")
     (dense, *topk), (_, *powersgd) = (costs("cifar-converged", spec) for spec in (specs[2], specs[4]))
-    (task,) = json.loads((RESULTS / "study-cifar-converged.json").read_text())["tasks"].values()
-    ratio = next(each["compression"] for each in task["lines"] if each["spec"].startswith("powersgd"))
+    ratio = study("cifar-converged")[specs[4]]["compression"]
     _, *few = costs("cifar-converged-rest", "topk:ratio=0.0046")
     said = f"only `topk`'s loss is certain: {topk[0]:.1f} points (at most {topk[1]:.1f}), and"
-    assert f"ends at {dense:.1f} %, {said} {few[0]:.1f} ({few[1]:.1f}) at 439 x." in page
-    assert f"PowerSGD on real ranks loses {powersgd[0]:.1f} ({powersgd[1]:.1f}) at {ratio:.1f} x." in page
+    assert f"ends at {dense:.1f} %, {said} {few[0]:.1f} ({few[1]:.1f}) at 439 x." in FLAT_RESULTS
+    peers = f"{powersgd[0]:.1f} ({powersgd[1]:.1f}) at {ratio:.1f} x, beside simulated dense."
+    assert f"PowerSGD on real ranks loses {peers}" in FLAT_RESULTS
     certain = [spec for spec in specs if lower_bound(costs_of_seeds("cifar-converged", spec)) > 0]
     assert certain == ["topk:ratio=0.01"]
     row = f"{topk[0]:.2f} points ({dense - topk[0]:.2f} % right; uncompressed: {dense:.2f}) | {topk[1]:.2f} points |"
     net = "a wider net under SGD on CIFAR-10, 30 epochs of 20,000 pictures"
     assert f"| `topk` | {net}, [3](docs/results.md#scores-and-bytes) | {row}" in README
-    assert f"in 30 epochs of pictures ({topk[0]:.1f} points, at most {topk[1]:.1f})," in " ".join(WHICH.split())
+    assert f"in 30 epochs of pictures ({topk[0]:.1f} points, at most {topk[1]:.1f})," in FLAT_WHICH
 
 
 def test_what_is_said_of_a_fine_tuning() -> None:
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     found = {spec: costs("fine-tuned", spec) for spec in ("topk:ratio=0.01", "blocks", "orq")}
     dense, orq, most = found["orq"]
     said = f"nothing certain of dense's perplexity of {dense:.2f}; `orq` has {orq:.2f} (at most {most:.2f})."
-    assert said in page
+    assert said in FLAT_RESULTS
     worse = {spec: lower_bound([-x for x in costs_of_seeds("fine-tuned", spec)]) for spec in found}
     assert worse["orq"] > 0 > max(worse["topk:ratio=0.01"], worse["blocks"])
 
@@ -242,35 +226,31 @@ def test_what_is_said_of_a_fine_tuning() -> None:
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
     row = f"{own[0]:.2f} points ({score - own[0]:.2f} % right; uncompressed: {score:.2f}) | {own[1]:.2f} points |"
-    assert (
-        f"| `topk` | a net under SGD on CIFAR-10, 800 steps on 20,000 pictures, [12](docs/results.md#scores-and-bytes) | {row}"
-        in README
-    )
+    net = "a net under SGD on CIFAR-10, 800 steps on 20,000 pictures"
+    assert f"| `topk` | {net}, [12](docs/results.md#scores-and-bytes) | {row}" in README
     of_blocks, of_results = "docs/algorithms/blocks.md#results", "docs/results.md#scores-and-bytes"
     rows = {
         ("blocks-text-best-rate", "blocks"): f"a transformer under AdamW, 500 steps, [{{}}]({of_blocks})",
         ("shakespeare-best-rate", "orq"): f"the same, [{{}}]({of_results})",
         ("shakespeare-best-rate", "topk"): f"the same, [{{}}]({of_results})",
     }
-    for (study, name), training in rows.items():
-        spec = "topk:ratio=0.01" if name == "topk" else name
-        score, *own = costs(study, spec)
+    for (name, label), training in rows.items():
+        spec = "topk:ratio=0.01" if label == "topk" else label
+        score, *own = costs(name, spec)
         worse, most = (f"{100 * each / score:.1f} %" for each in own)
-        said = f"{training.format(seeds_of(study, spec))} | {worse}{' of its perplexity' * (name == 'blocks')} | {most} |"
-        assert f"| `{name}` | {said}" in README, (study, spec)
+        said = training.format(len(study(name)[spec]["seeds"]))
+        said = f"{said} | {worse}{' of its perplexity' * (label == 'blocks')} | {most} |"
+        assert f"| `{label}` | {said}" in README, (name, spec)
     orqs = {name: costs(name, "orq") for name in ("shakespeare-rest", "text-converged-4e3", "fine-tuned")}
     assert all(lower_bound([-x for x in costs_of_seeds(name, "orq")]) > 0 for name in orqs)
     shares = [100 * worse / dense for dense, worse, _ in orqs.values()]
-    assert f"`orq` lost {min(shares):.1f} to {max(shares):.1f} % for certain in [two texts]" in " ".join(README.split())
+    assert f"`orq` lost {min(shares):.1f} to {max(shares):.1f} % for certain in [two trainings]" in FLAT_README
     tuned = results.best(results.OF_TEXT)
     score, topk = tuned["dense"]["score"], tuned["topk:ratio=0.01"]
     worse, most = (100 * topk[key] / score for key in ("worse_than_dense", "worse_at_most"))
     training = f"a smaller transformer, 3,000 steps, each at its best of four rates, [3]({of_results})"
     assert f"| `topk` | {training} | {worse:.1f} % | {most:.1f} % |" in README
-    assert (
-        line("cifar-large", 4, "10gbit", "topk")["over"]["stock"]["at_most"] > 1
-        and "10 Gbit/s gain little or nothing" in README
-    )
+    assert float(at_most("cifar-large", "10gbit", "topk")) > 1 and "10 Gbit/s gain little or nothing" in README
 
 
 def test_the_scores_of_which_spec() -> None:
@@ -290,16 +270,14 @@ def test_the_scores_of_which_spec() -> None:
         assert all(lower_bound([-x for x in costs_of_seeds(f"{name}-best-rate", spec)]) < 0 for spec in specs)
     dense, worse, most = costs("text-converged-16e3", "topk:ratio=0.01")
     shares = f"({100 * worse / dense:.1f} %, at most {100 * most / dense:.1f}; at three other rates nothing certain)"
-    assert f"in 3,000 steps of text at 0.016 {shares}, and better in two trainings of 250 and 500 steps." in " ".join(
-        WHICH.split()
-    )
+    assert f"in 3,000 steps of text at 0.016 {shares}, and better in two trainings of 250 and 500 steps." in FLAT_WHICH
     worse, better = certain_of("topk:ratio=0.01")
     assert worse == {"study-cifar-converged", "study-cifar-rate-05", "study-text-converged-16e3"}
     assert better == {"study-cifar-large", "study-shakespeare"}
 
 
 def test_how_near_predictions_were() -> None:
-    lines = json.loads((RESULTS / "predictions.json").read_text())["lines"]
+    lines = record("predictions")["lines"]
     ratios = {
         few: [line["predicted_ms"] / line["ms"] for line in lines if (line["hosts"] < 16) == few] for few in (True, False)
     }
@@ -313,7 +291,7 @@ def test_how_near_predictions_were() -> None:
 def test_what_which_spec_says_of_ratios() -> None:
     """A gather's link carries 2 / P of the ratio of payloads, and a ratio of the papers costs points."""
     lines = {
-        name: {each["spec"]: each for each in json.loads((RESULTS / f"{name}.json").read_text())["tasks"]["cifar"]["lines"]}
+        name: {each["spec"]: each for each in record(f"{name}")["tasks"]["cifar"]["lines"]}
         for name in ("study-cifar", "study-cifar-best")
     }
     for spec, name in (("topk", "topk:ratio=0.01"), ("sdagc", "sdagc:density=0.01")):
@@ -335,7 +313,7 @@ def test_what_which_spec_says_of_ratios() -> None:
 def test_what_the_results_say_of_single_steps() -> None:
     """Sentences of the form: `topk` takes 501 ms, and `stock` 515, for the net on eight hosts at 10 Gbit/s."""
     form = r"`([^`]+)` takes ([\d,]+) ms, and `([^`]+)` ([\d,]+), for the (net|text) on (four|eight) hosts at (\d+ .bit/s)"
-    found = re.findall(form, " ".join(results.PAGE.read_text().split()))
+    found = re.findall(form, FLAT_RESULTS)
     for way, its, other, others, what, hosts, link in found:
         task = {"net": "cifar-large", "text": "shakespeare"}[what]
         times = [line(task, {"four": 4, "eight": 8}[hosts], RATES[link], each)["ms"]["median"] for each in (way, other)]
@@ -345,14 +323,14 @@ def test_what_the_results_say_of_single_steps() -> None:
     net, text = (f"{each['median']:.2f}" for each in eight)
     most, text_most = (f"{each['at_most']:.2f}" for each in eight)
     said = f"On eight hosts the net takes {net} (at most {most}) of `stock`'s time, the text {text} ({text_most})."
-    assert said in " ".join(results.PAGE.read_text().split())
+    assert said in FLAT_RESULTS
 
 
 @pytest.mark.parametrize("door", step_times.FSDP2)
 def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
     """In bytes of float32: what four ranks need, by (P - 1) / P over shards and 2 (P - 1) / P over replicas, and gloo moves."""
     needs, gloo = {"fsdp": (3.0, 6.0), "hsdp": (4.0, 6.0), "replicate": (6.0, 6.0)}[door]
-    for run in json.loads((ROOT / "benchmarks" / "results" / f"train-blocks-{door}.json").read_text())["runs"]:
+    for run in record(f"train-blocks-{door}")["runs"]:
         assert run["ranks"] == 4 and run["parameters"] > 10e6
         found = {way: step_times.gradient_bytes(run, way) for way in run["ways"]}
         assert found["none"] == 0 and found["blocks"] <= 0.18 * needs
@@ -361,11 +339,11 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
 
 
 def test_the_losses_of_trainers_are_those_of_their_record() -> None:
-    record, page = json.loads((RESULTS / "trainers-plain.json").read_text()), trainers.PAGE.read_text()
-    assert page == trainers.written(page, record), "run scripts/lab trainers --report --name plain"
-    every = json.loads((RESULTS / "trainers-gpt.json").read_text())["cells"]
+    plain, page = record("trainers-plain"), trainers.PAGE.read_text()
+    assert page == trainers.written(page, plain), "run scripts/lab trainers --report --name plain"
+    every = record("trainers-gpt")["cells"]
     found = {tuple(line["key"]): (line["score"], line["plain"]) for line in every}
-    for lines, own in ((record["cells"], [name for name in TRAINERS if name.startswith("plain")]), (every, TRAINERS)):
+    for lines, own in ((plain["cells"], [name for name in TRAINERS if name.startswith("plain")]), (every, TRAINERS)):
         assert {tuple(line["key"][::3]) for line in lines} == set(product(own, trainers.SPECS.split(";")))
         assert len(lines) == 2 * len(own) * len(trainers.SPECS.split(";"))
         worse = [line["key"] for line in lines if line["verdict"] not in ("ok", "refused")]
@@ -373,14 +351,14 @@ def test_the_losses_of_trainers_are_those_of_their_record() -> None:
     for (name, _, kind, spec), losses in found.items():  # auto chooses by time
         if not name.startswith("plain") and not spec.startswith("auto"):
             assert losses == found["plain, clip_grad_norm_", "ddp", kind, spec], (name, kind, spec)
-    assert {line["seeds"] for line in record["cells"]} == {3}
-    spread = [100 * line["noise"] / line["plain"] for line in record["cells"]]
+    assert {line["seeds"] for line in plain["cells"]} == {3}
+    spread = [100 * line["noise"] / line["plain"] for line in plain["cells"]]
     assert f"seeds spread by {min(spread):.1f} to {max(spread):.1f} %." in " ".join(page.split())
 
 
 def test_the_outcomes_of_others_programs() -> None:
     """Programs that fail without gradcomp in the same way, on CPUs, are named apart."""
-    lines = json.loads((RESULTS / "strangers.json").read_text())["lines"]
+    lines = record("strangers")["lines"]
     assert {line["spec"] for line in lines} == {*usual_loops.OF_PROGRAMS}
     stock = {each["program"]: strangers.summary(each) for each in lines if not each["spec"]}
     cannot = [name for name, outcome in stock.items() if outcome.startswith("failed")]

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 from typing import Any
 
 import pytest
-from documents import ROOT
+from documents import ROOT, lost_by, record, study
 
 from documentation import results
 from laboratory.stats import lower_bound, upper_bound
 
-RECORDS = ROOT / "benchmarks" / "results"
 PAGE = results.PAGE.read_text()
 FLAT = " ".join(PAGE.split())
-
-
-def record(name: str) -> Any:
-    return json.loads((RECORDS / f"{name}.json").read_text())
-
-
-def study(name: str) -> dict[str, Any]:
-    (task,) = record(name)["tasks"].values()
-    return {line["spec"]: line for line in task["lines"]}
 
 
 def said(lines: dict[str, Any], spec: str, digits: int = 2) -> tuple[str, str]:
@@ -69,13 +58,13 @@ def test_a_chart_shows_what_loses() -> None:
 
 def test_the_caveat_comes_first() -> None:
     assert FLAT.index("emulated hosts that share two cores") < PAGE.index("![") < PAGE.index("|---")
-    ratio = study("study-cifar-best")["topk:ratio=0.01"]["compression"]
+    ratio = study("cifar-best")["topk:ratio=0.01"]["compression"]
     on_links = [f"{2 * ratio / hosts:.0f}" for hosts in (4, 8, 16)]
     assert f"{ratio:.0f} x is {on_links[0]}, {on_links[1]} and {on_links[2]} x for 4, 8 and 16 hosts" in FLAT
 
 
 def test_what_the_page_says_of_scores() -> None:
-    few = study("study-cifar")
+    few = study("cifar")
     (some, most), (more, at_most) = (said(few, f"sdagc:density={density}", 1) for density in (0.0042, 0.0016))
     ratios = [f"{few[f'sdagc:density={density}']['compression']:,.0f} x" for density in (0.0042, 0.0016)]
     assert f"{ratios[0]} and {ratios[1]} cost `sdagc` {some} and {more} points (at most {most} and {at_most})" in FLAT
@@ -83,7 +72,7 @@ def test_what_the_page_says_of_scores() -> None:
     ratios = [f"{each['compression']:,.0f} x" for each in peaks]
     (some, most), (more, at_most) = (said(few, each["spec"], 1) for each in peaks)
     assert f"{ratios[0]} and {ratios[1]} cost it {some} and {more} (at most {most} and {at_most})" in FLAT
-    best = study("study-cifar-best")
+    best = study("cifar-best")
     assert f"loses nothing certain (at most {said(best, 'topk:ratio=0.01', 1)[1]} points)" in FLAT
     assert [is_certain(best, "topk:ratio=0.01"), *(is_certain(few, each["spec"]) for each in peaks)] == [False, True, True]
     assert [is_certain(few, f"sdagc:density={density}") for density in (0.0042, 0.0016)] == [False, True]
@@ -98,13 +87,8 @@ def test_what_the_page_says_of_scores() -> None:
     assert [way for way in peers if lower_bound(lost_by(peers, way, "stock")) > 0] == ["bf16:steps=4", *ranks[:3]]
     assert all(line["rate"] == 0.1 for line in peers.values())
     assert sorted(map(rate_of, results.OF_PEERS)) == [0.05, 0.1, 0.2, 0.4]
-    spread = statistics.stdev(study("study-cifar-best")["dense"]["scores"])
+    spread = statistics.stdev(study("cifar-best")["dense"]["scores"])
     assert f"One seed's accuracy has a standard deviation of {spread:.1f}." in FLAT
-
-
-def lost_by(lines: dict[str, Any], spec: str, base: str = "dense") -> list[float]:
-    """Return how much lower a spec's score is than the base's, by seed."""
-    return [a - b for a, b in zip(lines[base]["scores"], lines[spec]["scores"], strict=True)]
 
 
 def rate_of(name: str) -> float:
@@ -123,7 +107,7 @@ def test_what_the_page_says_of_tuned_rates() -> None:
     specs = ("blocks", "orq", "topk:ratio=0.01", "sdagc:density=0.0042")
     assert [is_certain(best, spec) for spec in specs] == [False, False, False, True]
     assert {len(line["scores"]) for line in best.values()} == {3}
-    at_denses = study(next(name for name in results.OF_TEXT if dense["rate"] == rate_of(name)))
+    at_denses = study(next(name.removeprefix("study-") for name in results.OF_TEXT if dense["rate"] == rate_of(name)))
     three, one = (at_denses[f"topk:ratio={ratio}"]["worse_than_dense"] for ratio in (0.03, 0.01))
     assert three > one and "seems to [lose more]" in FLAT
     lost = [at_denses["topk:ratio=0.01"][key] for key in ("worse_than_dense", "worse_at_most")]
@@ -139,19 +123,19 @@ def test_no_difference_on_pictures_at_tuned_rates_is_certain() -> None:
     assert "for each, by training loss: no difference is certain." in FLAT
     best = results.best(results.OF_PICTURES)
     assert not any(is_certain(best, spec) for spec in best) and best["dense"]["rate"] == 0.1
-    half = study("study-cifar-rate-05")
+    half = study("cifar-rate-05")
     (topk, most), (orq, orq_most) = (said(half, spec, 1) for spec in ("topk:ratio=0.01", "orq"))
-    twice = study("study-cifar-rate-2")
+    twice = study("cifar-rate-2")
     blocks, blocks_most = said(twice, "blocks", 1)
-    text = f"At half of dense's rate, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most}); at twice"
-    assert f"{text} dense's `blocks` {blocks} ({blocks_most})." in FLAT and is_certain(twice, "blocks")
-    others = [(study(name), spec) for name in results.OF_PICTURES for spec in best if spec != "dense"]
+    text = f"With both at half of dense's best, `topk` loses {topk} points (at most {most}), and `orq` {orq} ({orq_most}); with"
+    assert f"{text} both at twice it, `blocks` {blocks} ({blocks_most})." in FLAT and is_certain(twice, "blocks")
+    others = [(study(name.removeprefix("study-")), spec) for name in results.OF_PICTURES for spec in best if spec != "dense"]
     assert sum(is_certain(lines, spec) for lines, spec in others) == 3
     assert is_certain(half, "topk:ratio=0.01") and is_certain(half, "orq")
 
 
 def test_what_the_page_says_of_the_larger_text() -> None:
-    lines, of_blocks = study("study-shakespeare-best-rate"), study("study-blocks-text-best-rate")
+    lines, of_blocks = study("shakespeare-best-rate"), study("blocks-text-best-rate")
     seeds = "{:.2f}, {:.2f} and {:.2f}".format(*sorted(lines["dense"]["scores"]))
     assert f"dense's seeds end at {seeds}. No difference is certain, nor that of [`blocks`]" in FLAT
     assert not any(is_certain(lines, spec) for spec in lines) and not is_certain(of_blocks, "blocks")
@@ -169,21 +153,21 @@ def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
 
 
 def test_the_verdict_of_sdagc() -> None:
-    text, digits, conv, cifar = row("SDAGC**: 433"), study("study-mlp"), study("study-conv"), study("study-cifar-best")
+    text, digits, conv, cifar = row("SDAGC**: 433"), study("mlp"), study("conv"), study("cifar-best")
     low, high = (said(digits, f"sdagc:density={density},small=pool") for density in ("0.002", "0.00043"))
     assert f"{low[0]} and {high[0]} points (at most {low[1]} and {high[1]}," in text
     worse, most = said(conv, "sdagc:density=0.002,small=pool")
     assert f"{worse} points ({most}) at 435 x" in text
-    lstm = study("study-text")["sdagc:density=0.002,small=pool,momentum=0.9"]
+    lstm = study("text")["sdagc:density=0.002,small=pool,momentum=0.9"]
     assert lstm["worse_at_most"] < 0 and f"{lstm['compression']:.0f} x" in text
     assert lstm["steps_to_loss"] is None and digits["sdagc:density=0.00043,small=pool"]["steps_to_loss"] is None
     assert f"At 2,041 and {lstm['compression']:.0f} x the training loss stays above dense's." in text
     own = cifar["sdagc:density=0.01"]
     said_of = f"({own['worse_than_dense']:.1f} points, at most {own['worse_at_most']:.1f})"
-    few = study("study-cifar")["sdagc:density=0.0016"]
+    few = study("cifar")["sdagc:density=0.0016"]
     more = f"{few['worse_than_dense']:.1f} at {few['compression']:,.0f} x"
     assert f"loses nothing certain at {own['compression']:.0f} x {said_of}, {more};" in text
-    late, spec = study("study-cifar-converged"), "sdagc:density=0.0042"
+    late, spec = study("cifar-converged"), "sdagc:density=0.0042"
     worse, most = said(late, spec, 1)
     assert f"in 30 epochs {worse} points ({most}) at {late[spec]['compression']:.0f} x, not certain" in text
     assert not is_certain(late, spec)
@@ -226,33 +210,28 @@ def test_the_verdicts_of_sketches() -> None:
 
 
 def test_the_verdicts_of_codes_and_levels() -> None:
-    codes = study("study-lgc")
+    codes = study("lgc")
     worse, most = said(codes, "lgc:ratio=0.01")
     ratio = codes["lgc:ratio=0.01"]["compression"]
     assert f"{worse} points below dense (at most {most}), {ratio:.1f} x in all" in row("LGC**")
-    found = study("study-quantisers-conv")
+    found = study("quantisers-conv")
     ratios = [
         f"{found[f'{spec}route=allgather']['compression']:.1f}"
         for spec in ("bingrad:", "orq:", "orq:levels=5,", "orq:levels=9,")
     ]
     assert f"{', '.join(ratios[:3])} and {ratios[3]}" in row("BinGrad, ORQ**")
-    lost = [
-        a - b
-        for a, b in zip(*(found[f"{name}route=allgather"]["scores"] for name in ("terngrad:", "bingrad:form=pb,")), strict=True)
-    ]
-    assert f"BinGrad-pb's {statistics.fmean(lost):.2f} points below TernGrad's (at most {upper_bound(lost):.2f})" in row(
-        "BinGrad, ORQ**"
-    )
-    orqs = [line for spec, line in found.items() if spec.startswith("orq")]
-    others = [line for spec, line in found.items() if spec.startswith(("terngrad", "qsgd", "linear", "dense"))]
-    behind = [[a - b for a, b in zip(one["scores"], own["scores"], strict=True)] for own in orqs for one in others]
-    assert lower_bound(lost) > 0 and all(lower_bound(each) <= 0 for each in behind)
+    lost = lost_by(found, "bingrad:form=pb,route=allgather", "terngrad:route=allgather")
+    below = f"BinGrad-pb's {statistics.fmean(lost):.2f} points below TernGrad's (at most {upper_bound(lost):.2f})"
+    assert below in row("BinGrad, ORQ**") and lower_bound(lost) > 0
+    others = [spec for spec in found if spec.startswith(("terngrad", "qsgd", "linear", "dense"))]
+    orqs = [spec for spec in found if spec.startswith("orq")]
+    assert all(lower_bound(lost_by(found, own, other)) <= 0 for own in orqs for other in others)
     for task in ("conv", "mlp", "text"):
-        lines = study(f"study-quantisers-{task}")
+        lines = study(f"quantisers-{task}")
         for levels in (5, 9):
             errors = {spec: line["squared_error"] for spec, line in lines.items() if f"levels={levels}," in spec}
             assert min(errors, key=lambda spec: errors[spec]).startswith("orq") and len(errors) == 4
-    (short, most), late = said(study("study-cifar"), "topk:ratio=0.0046", 1), study("study-cifar-converged-rest")
+    (short, most), late = said(study("cifar"), "topk:ratio=0.0046", 1), study("cifar-converged-rest")
     plain, warm = (late[spec] for spec in ("topk:ratio=0.0046", "topk:ratio=0.0046,warmup=312"))
     (less, at_most), (other, bound) = (said(late, line["spec"], 1) for line in (plain, warm))
     text = f"loses {less} points (at most {at_most}) at {plain['compression']:.0f} x, and {other} ({bound}), not certain,"

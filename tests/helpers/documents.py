@@ -1,13 +1,15 @@
-"""The pages of the documentation: which there are, their blocks of code, and the anchors of their headings."""
+"""The pages of the documentation: which there are, their blocks of code, and the records that they quote."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks" / "results"
 # All that a reader may open, and what of it a user reads.
 USERS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "decisions" not in path.parts)]
 PAGES = [
@@ -47,3 +49,19 @@ def anchors(page: Path) -> set[str]:
     return {
         re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).strip().replace(" ", "-") for heading in headings
     }
+
+
+def record(name: str) -> Any:
+    """Read a record."""
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def study(name: str) -> dict[str, Any]:
+    """Return the lines of a study of one task, by their specs."""
+    (task,) = record(f"study-{name}")["tasks"].values()
+    return {line["spec"]: line for line in task["lines"]}
+
+
+def lost_by(lines: dict[str, Any], spec: str, base: str = "dense") -> list[float]:
+    """Return how much lower a spec's score is than the base's, by seed."""
+    return [a - b for a, b in zip(lines[base]["scores"], lines[spec]["scores"], strict=True)]
