@@ -157,10 +157,10 @@ def scores() -> str:
     parts: list[tuple[str, bool, list[Bounded]]] = []
     for heading, names, share, specs in STUDIES:
         lines = best(names)
-        dense = base_of(lines)["score"]
-        rows = [bounded(label, lines[spec], 100 / dense if share else 1) for label, spec in specs.items()]
+        base = base_of(lines)["score"]
+        rows = [bounded(label, lines[spec], 100 / base if share else 1) for label, spec in specs.items()]
         if "{" in heading:
-            parts.append((heading.format(dense), share, rows))
+            parts.append((heading.format(base), share, rows))
         else:
             parts[-1][2].extend(rows)
     for heading, share, rows in parts:

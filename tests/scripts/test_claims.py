@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import RECORDS, ROOT, record
 
 from laboratory.commands import study
 from laboratory.commands.steps import cluster
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 STUDIES_PAGE = (ROOT / "benchmarks" / "studies.md").read_text()
-STUDIES = sorted(path.stem for path in RESULTS.glob("study-*.json") if path.name in STUDIES_PAGE)
-RECORDS = sorted(path.name for path in RESULTS.glob("train-never-*.json"))
-
-
-def record(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
+STUDIES = sorted(path.stem for path in RECORDS.glob("study-*.json") if path.name in STUDIES_PAGE)
+RUNS = sorted(path.stem for path in RECORDS.glob("train-never-*.json"))
 
 
 def test_the_page_names_the_results_that_the_script_makes() -> None:
@@ -31,15 +24,15 @@ def test_the_page_names_the_results_that_the_script_makes() -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_page_holds_the_table_of_its_results(name: str) -> None:
-    for found in record(f"{name}.json")["tasks"].values():
+    for found in record(name)["tasks"].values():
         table = study.markdown(found["score"], found["lines"])
         assert table in STUDIES_PAGE, f"benchmarks/studies.md needs this table:\n{table}"
 
 
 def test_how_real_ranks_end_beside_simulated_ones() -> None:
     """On pictures all losses are equal, and scores are not: a real rank has the batch norm of its own batches."""
-    nets = [line for name in ("nets", "large") for line in record(f"confirm-{name}.json")["lines"]]
-    (text,) = record("confirm-texts.json")["lines"]
+    nets = [line for name in ("nets", "large") for line in record(f"confirm-{name}")["lines"]]
+    (text,) = record("confirm-texts")["lines"]
     apart = max(abs(line["score"] - line["simulated_score"]) for line in nets)
     assert f"Scores on the pictures differ by up to {apart:.1f} points" in STUDIES_PAGE
     assert all(line["first_other_loss"] is None for line in nets) and text["first_other_loss"] == 2
@@ -84,7 +77,7 @@ def said(run: Any) -> tuple[str, list[str]]:
 
 def test_every_row_is_that_of_a_record_and_every_run_has_its_row() -> None:
     table = rows()
-    runs = dict(said(run) for name in RECORDS for run in record(name)["runs"])
+    runs = dict(said(run) for name in RUNS for run in record(name)["runs"])
     assert table.keys() == runs.keys()
     for row, (way, *figures) in runs.items():
         chose, *cells = table[row]
@@ -92,7 +85,7 @@ def test_every_row_is_that_of_a_record_and_every_run_has_its_row() -> None:
         assert chose.replace("`", "").endswith(way.replace("stock in bf16", "in bf16")), (row, way)
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_records_are_of_known_commits(name: str) -> None:
     shallow = ["git", "rev-parse", "--is-shallow-repository"]
     if not shutil.which("git") or subprocess.run(shallow, cwd=ROOT, capture_output=True, text=True).stdout.strip() != "false":
