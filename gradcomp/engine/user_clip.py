@@ -22,6 +22,8 @@ ABSENT = 8
 SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
 # A division by a count, times a number of ranks up to this, is a ratio of integers.
 RATIO, RANKS = 2e-7, 16
+# Below this factor most numbers are near a ratio of integers by chance, and a clip would be taken for a division.
+SMALLEST_RATIO = 1e-2
 # So many factors on end are none of a clip's. After one more, the same clip has had factors of both sorts.
 FACTORS, MIXES = 2, 3
 
@@ -396,7 +398,9 @@ def _listed(norms: Iterable[float]) -> str:
 
 def _is_ratio(factor: float) -> bool:
     """Decide whether a factor is a number of ranks over a count."""
-    return any(abs(n / factor - round(n / factor)) <= RATIO * n / factor for n in range(1, RANKS + 1))
+    return factor >= SMALLEST_RATIO and any(
+        abs(n / factor - round(n / factor)) <= RATIO * n / factor for n in range(1, RANKS + 1)
+    )
 
 
 def scaler_is_unknown() -> bool:

@@ -24,7 +24,7 @@ def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
-    for count in (2, 3, 64, 678.5, 1357 / 8):
+    for count in (2, 3, 64, 67.5, 1357 / 16):
         for steps in (1, 2):
             clip = noted([(1 / count, 0.7012345 / (i + 1)) for i in range(steps)])
             assert clip.is_scaling and clip.bound is None, count
@@ -32,6 +32,13 @@ def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
     assert noted([(1 / 64, 0.5), (0.1278943, 0.5)]).bound == pytest.approx(0.5)
     assert noted([(0.1278943, 0.5), (1 / 64, 0.5)]).bound == pytest.approx(0.5), "a clip's factor may be a ratio by chance"
     assert noted([(0.1278943, 0.7012345)]).bound == pytest.approx(0.7012345)
+
+
+def test_a_small_factor_near_a_ratio_by_chance_is_a_clip() -> None:
+    for count in (678.5, 1357 / 8, 16 * 2**20 / 3):
+        clip = noted([(1 / count, 0.7012345)])
+        assert not clip.is_scaling and clip.bound == pytest.approx(0.7012345), count
+    assert noted([(1 / 678.5, 0.7), (1 / 678.5, 0.35)]).is_scaling, "the second step decides"
 
 
 LEAPS = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(3 * DRIFTS)]
