@@ -33,6 +33,22 @@ void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
   }
 }
 
+// Call use(offset inside the run, count, marked) for one stretch of a run after the other, whose lines are all marked, or all
+// not. Without marks, the run is one stretch.
+template <class Use>
+void stretches(OptionalSpan<const uint8_t> marks, int64_t at, int64_t count, Use use) {
+  if (!marks.given()) return use(int64_t{0}, count, true);
+  for (int64_t done = 0; done < count;) {
+    const int64_t first = (at + done) / kLine;
+    const bool marked = marks.data[first] != 0;
+    int64_t line = first + 1;
+    while (line * kLine < at + count && (marks.data[line] != 0) == marked) ++line;
+    const int64_t stretch = std::min(count, line * kLine - at) - done;
+    use(done, stretch, marked);
+    done += stretch;
+  }
+}
+
 // Read a run as float32: in place, or cast into the buffer.
 const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
   const auto* halves = static_cast<const uint16_t*>(grads.data[piece]) + offset;

@@ -131,21 +131,13 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
   };
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
-      if (!marks.given()) return write(piece, offset, at, count);
-      // One stretch after the other of lines that are all marked, or all not.
-      for (int64_t done = 0; done < count;) {
-        const int64_t first = (at + done) / kLine;
-        const bool marked = marks.data[first] != 0;
-        int64_t line = first + 1;
-        while (line * kLine < at + count && (marks.data[line] != 0) == marked) ++line;
-        const int64_t stretch = std::min(count, line * kLine - at) - done;
+      stretches(marks, at, count, [&](int64_t done, int64_t stretch, bool marked) {
         if (marked) {
           write(piece, offset + done, at + done, stretch);
         } else {
           clear(piece, offset + done, stretch);
         }
-        done += stretch;
-      }
+      });
     });
     end_past_cache();
   });

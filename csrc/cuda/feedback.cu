@@ -6,6 +6,7 @@
 
 #include "../math_feedback.h"
 #include "../ops.h"
+#include "block_peaks.cuh"
 #include "block_records.cuh"
 #include "launch.cuh"
 
@@ -99,54 +100,6 @@ struct Run {
   }
 };
 
-// The peaks of a block's lines, if they are wanted, each plus 1; 0 where it is not known. of: in shared memory.
-template <int64_t kEntries>
-struct BlockPeaks {
-  static constexpr uint32_t kLines = kEntries / kLine;
-  uint32_t* of;
-  bool wanted;
-
-  static __device__ __forceinline__ uint32_t peak_of(const Four& four) {
-    return peak_of_line(
-        {magnitude_key(four.x[0]), magnitude_key(four.x[1]), magnitude_key(four.x[2]), magnitude_key(four.x[3])});
-  }
-
-  __device__ __forceinline__ void clear() const {
-    for (uint32_t line = threadIdx.x; line < kLines; line += kThreads) of[line] = 0;
-    __syncthreads();
-  }
-
-  // Note those of rows of a whole tile.
-  template <int kFours>
-  __device__ __forceinline__ void note(int64_t entry, const Four (&rows)[kFours]) const {
-    if (!wanted) return;
-    uint32_t* const lines = of + static_cast<uint32_t>(entry) % kEntries / kLine;
-    UNROLLED for (int row = 0; row < kFours; ++row) {
-      const uint32_t peak = peak_of(rows[row]);
-      if (threadIdx.x % kLineLanes == 0) lines[row * (kRow / kLine)] = peak + 1;
-    }
-  }
-
-  // Write all of them, after a barrier. Lines that are not in whole tiles are read again.
-  __device__ __forceinline__ void store(const Feedback& to, int64_t n) const {
-    if (!wanted) return;
-    const int64_t begin = blockIdx.x * kEntries;
-    bool missing = false;
-    for (uint32_t line = threadIdx.x; line < kLines; line += kThreads) {
-      const bool known = of[line] != 0;
-      if (known) to.peaks[begin / kLine + line] = of[line] - 1;
-      missing |= !known && begin + line * kLine < n;
-    }
-    if (!__syncthreads_or(missing)) return;
-    for (uint32_t line = threadIdx.x / kLineLanes; line < kLines; line += kThreads / kLineLanes) {
-      const int64_t entry = begin + line * kLine + threadIdx.x % kLineLanes * 4;
-      const bool mine = of[line] == 0 && entry < n;
-      const uint32_t peak = peak_of(mine ? load_four(to.residual + entry, n - entry) : Four{});
-      if (mine && threadIdx.x % kLineLanes == 0) to.peaks[entry / kLine] = peak;
-    }
-  }
-};
-
 // Add a whole tile, whose runs of some rows are read before the first of them is used. Then call use(gradients, residuals) with
 // them. Returns true if an entry was refused.
 template <Keeps kKeeps, class Use>
@@ -172,14 +125,14 @@ __device__ __forceinline__ bool add_whole(const Pieces& grads, const Feedback& t
 template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, Feedback to, int32_t* flag) {
   __shared__ uint32_t of_lines[kTile / kLine];
-  const BlockPeaks<kTile> peaks = {of_lines, to.peaks != nullptr};
+  const BlockPeaks<kTile> peaks = {of_lines, to.peaks};
   bool refused = false;
   const int piece = is_aligned(to) ? only_piece(grads) : -1;
   if (piece >= 0) {
     refused = add_whole<kKeeps>(grads, to, piece, blockIdx.x * kTile,
                                 [&](int64_t entry, const auto&, const auto& residuals) { peaks.note(entry, residuals); });
   } else {
-    if (peaks.wanted) peaks.clear();
+    peaks.clear();
     for_each_run(grads, [&](int its, int64_t entry, int count) {
       Run<kKeeps, false> run;
       run.read(to, entry, count);
@@ -189,17 +142,17 @@ __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pi
     });
   }
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to, grads.begin[grads.count]);
+  peaks.store(to.residual, grads.begin[grads.count]);
 }
 
 template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads)
     add_and_measure_tiles(const __grid_constant__ Pieces grads, Feedback to, bool raw, int32_t* flag, MomentsRecord* records) {
   __shared__ uint32_t of_lines[kMeasured / kLine];
-  const BlockPeaks<kMeasured> peaks = {of_lines, to.peaks != nullptr};
+  const BlockPeaks<kMeasured> peaks = {of_lines, to.peaks};
   const bool aligned = is_aligned(to);
   bool refused = false;
-  if (peaks.wanted) peaks.clear();
+  peaks.clear();
   for_each_part<kMeasured>(grads, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_tile_of(
@@ -226,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to, grads.begin[grads.count]);
+  peaks.store(to.residual, grads.begin[grads.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue, scratch_words
+from gradcomp.native.extension import LINE, UNKNOWN_PEAK, Array, count, on_cuda, queue
+from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
-
-# Gradients of one launch, their layers, and their place in the flat bucket. None stands for all of it.
-_Chunk = tuple[Sequence[Array], slice | None, slice | None]
-
-
-def _chunks(grads: Sequence[Array], starts: Collection[int] = ()) -> list[_Chunk]:
-    """List the launches. starts: layers that begin one, beside the first."""
-    if len(grads) <= MOST_PIECES and not starts:
-        return [(grads, None, None)]
-    chunks: list[_Chunk] = []
-    at = 0
-    firsts = sorted({*range(0, len(grads), MOST_PIECES), *starts})
-    for first, end in zip(firsts, [*firsts[1:], len(grads)], strict=True):
-        part = grads[first:end]
-        stop = at + sum(map(count, part))
-        chunks.append((part, slice(first, first + len(part)), slice(at, stop)))
-        at = stop
-    return chunks
-
-
-def _part(array: Array | None, span: slice | None) -> Array | None:
-    """Slice an array, unless the part is all of it: a view costs 1.5 us."""
-    return array if array is None or span is None else array[span]
 
 
 def flatten(grads: Sequence[Array], flat: Array) -> None:
     """Copy the gradients into flat, one after the other, cast to float32."""
-    for part, _, place in _chunks(grads):
-        extension.native.flatten(part, _part(flat, place), **queue(flat))
-
-
-def _lend_scratch(n: int, grads: Sequence[Array], like: Array, memory: Memory) -> Array:
-    """Lend scratch for the moments of accumulate(), or for sum_squares(). n: entries of the gradients."""
-    words = scratch_words(extension.native, "accumulate", on_cuda(like), n, len(grads))
-    return memory.scratch("measuring", words, like)
+    for part, _, place in chunks_of(grads):
+        extension.native.flatten(part, part_of(flat, place), **queue(flat))
 
 
 def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = None) -> None:
     """Sum the squares of each gradient in float64: squares[i] <- sum of grads[i]^2."""
     memory = memory or Memory()
-    for part, layers, _ in _chunks(grads):
-        scratch = _lend_scratch(sum(map(count, part)), part, squares, memory)
-        extension.native.sum_squares(part, _part(squares, layers), scratch, **queue(squares))
+    for part, layers, _ in chunks_of(grads):
+        scratch = lend_scratch(sum(map(count, part)), part, squares, memory)
+        extension.native.sum_squares(part, part_of(squares, layers), scratch, **queue(squares))
 
 
 class Adaptive(NamedTuple):
@@ -120,27 +92,27 @@ def accumulate(
     """
     memory = memory or Memory()
     rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or _PLAIN
-    chunks = _chunks(grads, others or ())
+    chunks = chunks_of(grads, others or ())
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
         peaks = None
     flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
-        flat = _part(residual, place)
+        flat = part_of(residual, place)
         if others and layers is not None:
             rule = others.get(layers.start, rule)
         extension.native.accumulate(
             part,
-            _part(scales, layers),
+            part_of(scales, layers),
             loss_scale,
             flat,
-            _part(velocity, place),
-            _part(rule.second, place),
-            None if mask is None else _part(mask.last_sent, place),
+            part_of(velocity, place),
+            part_of(rule.second, place),
+            None if mask is None else part_of(mask.last_sent, place),
             flag if len(chunks) == 1 else flags[i : i + 1],
-            _part(moments, layers),
+            part_of(moments, layers),
             peaks,
-            None if moments is None else _lend_scratch(count(flat), part, residual, memory),
+            None if moments is None else lend_scratch(count(flat), part, residual, memory),
             residual_factor,
             momentum,
             *rule[1:],
@@ -183,15 +155,15 @@ def spread(
     verdict: int32[1]; tells add_back() whether the bucket failed in this step.
     wipes: set flat and its marks to zeros in the same call, if one call is enough.
     """
-    chunks = _chunks(grads)
+    chunks = chunks_of(grads)
     if wipes and marks is not None and len(chunks) == 1:
         extension.native.spread_and_wipe(flat, marks, grads, loss_scale, residual, verdict, scale, step, **queue(flat))
         return True
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
     for part, _, place in chunks:
-        rest = (marks, part, loss_scale, _part(residual, place), verdict, scale, step)
+        rest = (marks, part, loss_scale, part_of(residual, place), verdict, scale, step)
         first = flat if place is None else flat[:1]
-        extension.native.spread(_part(flat, place), first, *rest, **queue(flat))
+        extension.native.spread(part_of(flat, place), first, *rest, **queue(flat))
     return False
 
 
@@ -218,8 +190,8 @@ def add_back(
     step: int = 1,
 ) -> None:
     """Add the delivered update to the residual if a verdict is of this step, unless this bucket itself failed."""
-    for part, _, place in _chunks(grads):
-        own = _part(residual, place)
+    for part, _, place in chunks_of(grads):
+        own = part_of(residual, place)
         extension.native.add_back(part, own, loss_scale, verdicts, bucket, scale, step, **queue(residual))
 
 

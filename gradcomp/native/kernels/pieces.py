@@ -1,0 +1,38 @@
+"""A bucket's tensors in launches of as many as one takes, and the scratch that measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from gradcomp.native import extension
+from gradcomp.native.extension import MOST_PIECES, Array, count, on_cuda, scratch_words
+from gradcomp.native.memory import Memory
+
+# Tensors of one launch, their layers, and their place in the flat bucket. None stands for all of it.
+Chunk = tuple[Sequence[Array], slice | None, slice | None]
+
+
+def chunks_of(pieces: Sequence[Array], starts: Collection[int] = ()) -> list[Chunk]:
+    """List the launches. starts: layers that begin one, beside the first."""
+    if len(pieces) <= MOST_PIECES and not starts:
+        return [(pieces, None, None)]
+    chunks: list[Chunk] = []
+    at = 0
+    firsts = sorted({*range(0, len(pieces), MOST_PIECES), *starts})
+    for first, end in zip(firsts, [*firsts[1:], len(pieces)], strict=True):
+        part = pieces[first:end]
+        stop = at + sum(map(count, part))
+        chunks.append((part, slice(first, first + len(part)), slice(at, stop)))
+        at = stop
+    return chunks
+
+
+def part_of(array: Array | None, span: slice | None) -> Array | None:
+    """Slice an array, unless the part is all of it: a view costs 1.5 us."""
+    return array if array is None or span is None else array[span]
+
+
+def lend_scratch(n: int, pieces: Sequence[Array], like: Array, memory: Memory) -> Array:
+    """Lend scratch for the moments of n entries in these pieces, or for the sums of their squares."""
+    words = scratch_words(extension.native, "accumulate", on_cuda(like), n, len(pieces))
+    return memory.scratch("measuring", words, like)
