@@ -12,6 +12,7 @@
 #include "math_levels.h"
 #include "math_packed.h"
 #include "math_payload.h"
+#include "math_progress.h"
 #include "math_rounding.h"
 #include "math_sketch.h"
 #include "ops.h"

@@ -11,8 +11,8 @@ from fuzz.drawn import Draw, Lent
 
 KERNELS = declared.kernels()
 SCRATCHES = declared.scratches()
-# Kernels that write into gradients. ops.inc declares all gradients alike.
-WRITES_GRADIENTS = ("spread", "spread_and_wipe")
+# Kernels that write into gradients, or into weights. ops.inc declares all pieces alike.
+WRITES_PIECES = ("spread", "spread_and_wipe", "offer_progress", "deliver_progress")
 
 # Exceptions by which the binding, pybind11 and the array libraries refuse a call.
 REFUSALS = (ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)
@@ -56,7 +56,7 @@ def run(native: Any, kernel: str, values: dict[str, Any], check: Check, threads:
         if len(str(error)) < 10:
             raise Wrong(f"a refusal says no more than {error!r}") from error
     for argument in KERNELS[kernel]:
-        written = argument.written and not refused and (argument.kind != "pieces" or kernel in WRITES_GRADIENTS)
+        written = argument.written and not refused and (argument.kind != "pieces" or kernel in WRITES_PIECES)
         for lent in lents(values[argument.name]):
             if not lent.guarded():
                 raise Wrong(f"it wrote outside of {argument.name}")

@@ -176,10 +176,10 @@ def spread(draw: Draw) -> Made:
         x, at, all_finite = factor * flat.was, 0, True
         for grad in grads:
             own, there = x[at : at + len(grad)], marked[at : at + len(grad)]
-            wanted = np.where(there, _cast(own, grad), f32(0))
+            wanted = np.where(there, cast(own, grad), f32(0))
             if not finite(first.was[0]):
                 wanted[:1] = np.nan
-            delivered = _now(grad)
+            delivered = now(grad)
             expect(same(delivered, wanted), "a gradient is not the update")
             all_finite &= bool(finite(wanted).all())
             if residual is not None and finite(first.was[0]) and grad.was.dtype != f32:
@@ -199,14 +199,14 @@ def spread(draw: Draw) -> Made:
     return {**values, "residual": residual, "verdict": verdict, "scale": scale, "step": step}, check
 
 
-def _cast(x: Content, grad: Lent) -> Content:
+def cast(x: Content, grad: Lent) -> Content:
     """Cast to the gradient's type and back."""
     if isinstance(grad.given, torch.Tensor) and grad.given.dtype == torch.bfloat16:
         return torch.from_numpy(x).bfloat16().float().numpy()
     return x.astype(grad.was.dtype).astype(f32)
 
 
-def _now(grad: Lent) -> Content:
+def now(grad: Lent) -> Content:
     if isinstance(grad.given, torch.Tensor) and grad.given.dtype == torch.bfloat16:
         return torch.from_numpy(grad.now).view(torch.bfloat16).float().numpy()
     return grad.now.astype(f32)

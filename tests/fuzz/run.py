@@ -84,6 +84,7 @@ def kernels() -> list[str]:
     import fuzz.gradients
     import fuzz.levels
     import fuzz.packed
+    import fuzz.progress
     import fuzz.sparse  # noqa: F401
     from fuzz import call
 

@@ -48,6 +48,44 @@ def accumulate_adaptive(
     return torch.where(good, new, residual), torch.where(good, u, velocity), torch.where(good, s, second)
 
 
+def offer_progress(
+    weights: list[Tensor],
+    start: Tensor,
+    residual: Tensor,
+    ages: Tensor | None,
+    shares: Tensor,
+    decays: Tensor | None = None,
+    factor: float = 1.0,
+    residual_factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what is offered, the new residual and the new ages, which without ages are 1."""
+    made = start - flatten(weights)
+    if factor != 1:
+        sizes = torch.tensor([weight.numel() for weight in weights], device=start.device)
+        decayed = 0 if decays is None else decays.repeat_interleave(sizes) * start
+        made = factor * (made - decayed) + decayed
+    made = torch.where(made.isfinite(), made, 0)
+    everything = (residual_factor * residual + made).clamp(-LARGEST, LARGEST)
+    old = torch.ones_like(start).long() if ages is None else (ages.long() + 1).clamp(max=255)
+    offered = (shares[old] * everything + shares[256 + old] * made).clamp(-LARGEST, LARGEST)
+    return offered, (everything - offered).clamp(-LARGEST, LARGEST), old.to(torch.uint8)
+
+
+def deliver_progress(
+    update: Tensor, weights: list[Tensor], rest: Tensor, residual: Tensor, scale: float
+) -> tuple[list[Tensor], Tensor]:
+    """Compute the new weights and the new residual, of an update whose first entry is finite."""
+    new, left = [], (residual + rest).clamp(-LARGEST, LARGEST)
+    parts = (part.split([weight.numel() for weight in weights]) for part in (update, left))
+    for weight, of_update, kept in zip(weights, *parts, strict=True):
+        moved = torch.where(of_update != 0, (weight.float() - scale * of_update).to(weight.dtype), weight)
+        new.append(moved)
+        rounding = of_update - (weight.float() - moved.float()) / scale
+        if weight.dtype != torch.float32:
+            kept.copy_(torch.where((of_update != 0) & rounding.isfinite(), (kept + rounding).clamp(-LARGEST, LARGEST), kept))
+    return new, left
+
+
 def mask(velocity: Tensor, sent_in: Tensor, step: int, sent: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the velocity and the steps of the last sends, after these places are sent."""
     velocity, sent_in = velocity.clone(), sent_in.clone()

@@ -15,6 +15,7 @@ CONTROL = ("for", "if", "while")
 TESTS = {
     "block.cuh": ("test_take.py", "test_above.py", "test_packed.py"),
     "block_moments.cuh": ("test_above.py", "test_feedback.py"),
+    "block_peaks.cuh": ("test_above.py", "test_progress.py"),
     "block_records.cuh": ("test_above.py", "test_feedback.py"),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "device_select.cuh": ("test_take.py", "test_above.py"),
@@ -22,6 +23,7 @@ TESTS = {
     "heaviest.cu": ("test_sketch.py",),
     "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
+    "progress.cu": ("test_progress.py",),
     "round.cu": ("test_levels.py",),
     "sketch.cu": ("test_sketch.py",),
     "threshold.cu": ("test_above.py",),

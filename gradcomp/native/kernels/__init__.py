@@ -30,6 +30,7 @@ from gradcomp.native.kernels.levels import (
     take_levels,
     words,
 )
+from gradcomp.native.kernels.progress import deliver_progress, offer_progress
 from gradcomp.native.kernels.sketches import heaviest, sketch
 from gradcomp.native.kernels.sparse import (
     BLOCK,

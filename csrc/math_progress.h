@@ -1,0 +1,39 @@
+// The arithmetic of an exchange of updates: what a step did to the weights, what of it is offered, and what a cast leaves out.
+#pragma once
+
+#include "math.h"
+
+namespace gradcomp {
+
+// Ages of an entry, in steps since it was last sent. The last one stands for all that are older.
+constexpr int kAges = 256;
+
+SHARED_MATH uint8_t next_age(uint8_t age) { return static_cast<uint8_t>(age + (age < kAges - 1 ? 1 : 0)); }
+
+// How a step's progress joins what was left before, and what of it is offered.
+//   factor     of the progress; the part that is weight decay's, decay * start, is not multiplied if `decays` is set
+//   of_residual  the old residual's factor
+struct Progress {
+  float factor, of_residual;
+  bool decays;
+
+  // The progress from start to now. It may not be finite.
+  SHARED_MATH float made(float start, float now, float decay) const {
+    const float whole = start - now, decayed = decay * start;
+    if (factor == 1.0f) return whole;
+    return decays ? factor * (whole - decayed) + decayed : factor * whole;
+  }
+  SHARED_MATH float all(float residual, float made) const { return within_largest(of_residual * residual + made); }
+};
+
+// What is offered of an entry, by the shares for its age, and what stays.
+SHARED_MATH float offered_of(float all, float made, float share_of_all, float share_of_made) {
+  return within_largest(share_of_all * all + share_of_made * made);
+}
+SHARED_MATH float kept_of(float all, float offered) { return within_largest(all - offered); }
+
+// A weight after an update, and what of the update is left if a cast makes it `is`.
+SHARED_MATH float updated(float weight, float update, float scale) { return weight - scale * update; }
+SHARED_MATH float left_of_update(float update, float was, float is, float scale) { return update - (was - is) / scale; }
+
+}  // namespace gradcomp

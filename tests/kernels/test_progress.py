@@ -1,0 +1,249 @@
+"""offer_progress and deliver_progress: what a step did to the weights out of them, and the mean update into them."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from payload_arrays import flag_on, peaks_of
+from torch import Tensor
+
+from gradcomp.native import extension, kernels
+from gradcomp.native.extension import LINE
+
+SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 17_000, 4096], [64] * 300]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def a_step(sizes: list[int], dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Make the weights after a step, a flat copy of those before it, and those themselves."""
+    before = [gradients.draw("normal", max(n, 1), seed)[:n].to(dtype).to(device) for seed, n in enumerate(sizes)]
+    after = [weight - 0.1 * torch.randn(len(weight), device=device).to(dtype) for weight in before]
+    return after, reference.flatten(before), before
+
+
+def falling_shares(device: torch.device) -> Tensor:
+    """The share of what waits grows with its age, and that of what is new falls."""
+    grown = 1 - 0.99 ** torch.arange(256.0)
+    return torch.cat([grown, 0.5 - grown / 2]).to(device)
+
+
+def whole_share(device: torch.device, share: float = 1.0) -> Tensor:
+    return torch.cat([torch.full((256,), share), torch.zeros(256)]).to(device)
+
+
+def all_same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(reference.same(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("factor,decayed", [(1.0, False), (1.0, True), (0.25, False), (0.25, True)])
+@pytest.mark.parametrize("aged", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_offer_is_its_definition(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, aged: bool, factor: float, decayed: bool
+) -> None:
+    weights, start, before = a_step(sizes, dtype, device)
+    n = len(start)
+    residual, shares, flag = torch.randn(n, device=device), falling_shares(device), flag_on(device, 5)
+    ages = torch.arange(n, device=device).remainder(256).to(torch.uint8).flip(0) if aged else None
+    decays = torch.rand(len(sizes), device=device) if decayed else None
+    wanted = reference.offer_progress(weights, start, residual, ages, shares, decays, factor, 0.75)
+    options = {"decays": decays, "factor": factor, "residual_factor": 0.75}
+    kernels.offer_progress(weights, start, residual, ages, shares, flag, **options)
+    assert reference.same(start, wanted[0]) and reference.same(residual, wanted[1]) and flag.item() == 0
+    assert ages is None or torch.equal(ages, wanted[2])
+    assert all_same(weights, before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_all_is_offered_exactly_or_nothing(device: torch.device, dtype: torch.dtype) -> None:
+    for share in (1.0, 0.0):
+        weights, start, _ = a_step([5000, 77], dtype, device)
+        residual, flag = torch.randn(5077, device=device), flag_on(device)
+        everything = residual + (start - reference.flatten(weights))
+        kernels.offer_progress(weights, start, residual, None, whole_share(device, share), flag)
+        offered, kept = (everything, torch.zeros_like(start)) if share else (torch.zeros_like(start), everything)
+        assert torch.equal(start, offered) and torch.equal(residual, kept)
+
+
+def test_no_entry_grows_older_than_255_and_one_without_an_age_is_1(device: torch.device) -> None:
+    shares = torch.arange(512.0, device=device)
+    ages = torch.tensor([0, 1, 253, 254, 255, 255], dtype=torch.uint8, device=device)
+    for given, wanted in ((ages, [1, 2, 254, 255, 255, 255]), (None, [1] * 6)):
+        start, residual, flag = torch.ones(6, device=device), torch.zeros(6, device=device), flag_on(device)
+        kernels.offer_progress([torch.ones(6, device=device)], start, residual, given, shares, flag)  # nothing was made
+        assert not start.any() and not residual.any()
+        start, residual = torch.ones(6, device=device), torch.zeros(6, device=device)
+        kernels.offer_progress([torch.zeros(6, device=device)], start, residual, given, shares, flag)
+        older = torch.tensor(wanted if given is None else [min(age + 1, 255) for age in wanted])
+        assert start.tolist() == (256.0 + 2 * older).tolist()
+        if given is not None:
+            assert torch.equal(given.cpu(), older.to(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_progress_that_is_not_finite_counts_as_none(device: torch.device, dtype: torch.dtype, bad: float) -> None:
+    weights, start, before = a_step([4096, 5000], dtype, device)
+    weights[1][-1] = bad
+    residual, flag = torch.full((9096,), 0.5, device=device), flag_on(device)
+    kernels.offer_progress(weights, start, residual, None, whole_share(device), flag)
+    assert flag.item() == 1 and start[-1] == 0.5 and start.isfinite().all() and not residual.any()
+    assert all_same(weights, before)
+
+
+def test_what_waits_and_what_is_offered_stay_within_the_largest(device: torch.device) -> None:
+    largest, n = extension.LARGEST, 4099
+    for share, signs in ((1.0, (1, 1)), (2.0, (1, -1)), (-1.0, (-1, 1))):
+        start, weights = torch.full((n,), 3e38, device=device), [torch.zeros(n, device=device)]
+        residual = torch.full((n,), largest, device=device)
+        kernels.offer_progress(weights, start, residual, None, whole_share(device, share), flag_on(device))
+        assert (start == signs[0] * largest).all()
+        assert (residual == (0.0 if share == 1 else 0.0 if share == 2 else largest)).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", [[5], [3, 0, 5], [2047, 2049, 1, 70], [17_000, 40_000], [64] * 100])
+def test_an_offer_is_measured(device: torch.device, sizes: list[int], dtype: torch.dtype) -> None:
+    for peaked, measured in ((True, True), (True, False), (False, True)):
+        weights, start, _ = a_step(sizes, dtype, device)
+        n = len(start)
+        residual, ages = torch.randn(n, device=device), torch.randint(256, (n,), device=device).to(torch.uint8)
+        peaks = torch.full((-(-n // LINE),), -1, dtype=torch.int32, device=device) if peaked else None
+        moments = torch.full((len(sizes), 5), 7.0, dtype=torch.float64, device=device) if measured else None
+        shares = falling_shares(device) * (torch.arange(512, device=device) % 5 != 0)
+        kernels.offer_progress(weights, start, residual, ages, shares, flag_on(device), moments=moments, peaks=peaks)
+        assert peaks is None or torch.equal(peaks, peaks_of(start))
+        if moments is not None:
+            wanted = [reference.moments(part) for part in start.split(sizes)]
+            torch.testing.assert_close(moments.cpu(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+            assert moments[:, 2:].tolist() == [each[2:] for each in wanted]
+
+
+def test_more_weights_than_one_launch_takes_are_offered_as_one_would_be(device: torch.device) -> None:
+    count = 2 * extension.MOST_PIECES + 3
+    sizes = [1 + i % 7 for i in range(count)]
+    weights, start, before = a_step(sizes, torch.float32, device)
+    n = len(start)
+    weights[300][0] = torch.nan  # in the second launch of three
+    residual, ages = torch.randn(n, device=device), torch.randint(256, (n,), device=device).to(torch.uint8)
+    decays, shares = torch.rand(count, device=device), falling_shares(device)
+    wanted = reference.offer_progress(weights, start, residual, ages, shares, decays, 0.5)
+    peaks = torch.zeros(-(-n // LINE), dtype=torch.int32, device=device)
+    moments, flag = torch.zeros(count, 5, dtype=torch.float64, device=device), flag_on(device)
+    options = {"decays": decays, "factor": 0.5, "moments": moments, "peaks": peaks}
+    kernels.offer_progress(weights, start, residual, ages, shares, flag, **options)
+    assert reference.same(start, wanted[0]) and reference.same(residual, wanted[1]) and torch.equal(ages, wanted[2])
+    assert all_same(weights, before) and flag.item() == 1 and (peaks == extension.UNKNOWN_PEAK).all()
+    ends = torch.tensor([[part.min(), part.max()] for part in start.split(sizes)], dtype=torch.float64)
+    assert torch.equal(moments[:, 2:4].cpu(), ends)
+
+
+def an_update(n: int, device: torch.device, density: float) -> tuple[Tensor, Tensor]:
+    """Make an update with entries in some lines only, and its marks."""
+    marks = (torch.rand(-(-n // LINE), device=device) < density).to(torch.uint8)
+    update = torch.randn(n, device=device) * 0.1 * (torch.rand(n, device=device) < 0.7)
+    return torch.where(marks.repeat_interleave(LINE)[:n] != 0, update, 0), marks
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_delivery_is_its_definition(device: torch.device, sizes: list[int], dtype: torch.dtype, scale: float) -> None:
+    for density in (0.0, 0.3, 1.0):
+        _, rest, weights = a_step(sizes, dtype, device)
+        update, marks = an_update(len(rest), device, density)
+        residual = torch.randn(len(rest), device=device)
+        wanted = reference.deliver_progress(update, weights, rest, residual, scale)
+        given, before = (update.clone(), rest.clone()), [weight.clone() for weight in weights]
+        for lines in (marks, None):
+            kept, moved = residual.clone(), [weight.clone() for weight in weights]
+            kernels.deliver_progress(update, moved, rest, kept, scale, lines)
+            assert all_same(moved, wanted[0]) and reference.same(kept, wanted[1])
+        if dtype != torch.float32:  # what the weights did not get is in the residual
+            got = (reference.flatten(before).double() - reference.flatten(moved).double()) / scale
+            torch.testing.assert_close(kept + got, residual.double() + rest + update, rtol=1e-6, atol=1e-6)
+        assert reference.same(update, given[0]) and reference.same(rest, given[1])
+
+
+def test_lines_without_a_mark_are_not_read_and_their_weights_not_written(device: torch.device) -> None:
+    """Also of an update's NaNs, where the weights hold patterns that no cast makes."""
+    n = 64 * LINE
+    marks = torch.arange(64, device=device).remainder(3).eq(0).to(torch.uint8)
+    marked = marks.repeat_interleave(LINE) != 0
+    for dtype, pattern in ((torch.float16, 0x7D01), (torch.bfloat16, 0x7F81)):
+        update = torch.where(marked, 1.0, torch.nan)
+        weights = torch.full((n,), pattern, dtype=torch.int16, device=device).view(dtype)
+        rest, residual = torch.ones(n, device=device), torch.ones(n, device=device)
+        kernels.deliver_progress(update, [weights], rest, residual, 1.0, marks)
+        assert (weights.view(torch.int16)[~marked] == pattern).all() and (residual == 2).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_update_that_is_not_finite_somewhere_is_delivered_there(device: torch.device, dtype: torch.dtype) -> None:
+    weights, update = torch.ones(5000, dtype=dtype, device=device), torch.zeros(5000, device=device)
+    update[7], update[4999] = torch.nan, torch.inf
+    rest, residual = torch.ones(5000, device=device), torch.ones(5000, device=device)
+    kernels.deliver_progress(update, [weights], rest, residual)
+    assert weights[7].isnan() and weights[4999] == -torch.inf and weights.isfinite().sum() == 4998
+    assert (residual == 2).all()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("count", [4, 300])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_failed_exchange_spoils_the_first_entry_of_every_weight(
+    device: torch.device, dtype: torch.dtype, count: int, marked: bool
+) -> None:
+    sizes = [0, 4097, 0, 70, *[13] * (count - 4)]
+    _, rest, weights = a_step(sizes, dtype, device)
+    update, marks = an_update(len(rest), device, 0.3)
+    update[0], marks[0] = torch.nan, 1
+    residual, before = torch.randn(len(rest), device=device), [weight.clone() for weight in weights]
+    wanted = (residual + rest).clamp(-reference.LARGEST, reference.LARGEST)
+    kernels.deliver_progress(update, weights, rest, residual, 1.0, marks if marked else None)
+    assert reference.same(residual, wanted)  # no rounding
+    moved = [(old.float() - part).to(dtype) for old, part in zip(before, update.split(sizes), strict=True)]
+    for weight in moved:
+        weight[:1] = torch.nan
+    assert all_same(weights, moved)
+
+
+def test_more_weights_than_one_launch_takes_are_delivered_as_one_would_be(device: torch.device) -> None:
+    sizes = [1 + i % 7 for i in range(2 * extension.MOST_PIECES + 3)]
+    _, rest, weights = a_step(sizes, torch.bfloat16, device)
+    update, marks = an_update(len(rest), device, 0.5)
+    residual = torch.randn(len(rest), device=device)
+    wanted = reference.deliver_progress(update, weights, rest, residual, 2.0)
+    kernels.deliver_progress(update, weights, rest, residual, 2.0, marks)
+    assert all_same(weights, wanted[0]) and reference.same(residual, wanted[1])
+
+
+def test_a_step_of_which_everything_travels_is_the_optimizers_own(device: torch.device) -> None:
+    """But for a rounding: start - (start - weight) is not always the weight to the last bit."""
+    weights, start, _ = a_step([5000, 70], torch.float32, device)
+    own, residual = [weight.clone() for weight in weights], torch.zeros(5070, device=device)
+    kernels.offer_progress(weights, start, residual, None, whole_share(device), flag_on(device))
+    update, rest = start.clone(), torch.zeros_like(start)
+    kernels.deliver_progress(update, weights, rest, residual)
+    torch.testing.assert_close(weights, own, rtol=0, atol=2.0**-22)
+    assert not residual.any()
+
+
+def test_arrays_that_do_not_fit_are_refused(device: torch.device) -> None:
+    ones, ages = torch.ones(4, device=device), torch.zeros(4, dtype=torch.uint8, device=device)
+    shares, flag = whole_share(device), flag_on(device)
+    for arrays, sentence in (
+        ((ones, ones[:3], ages, shares), "residual has 3 entries, but start has 4"),
+        ((ones[:3], ones, ages, shares), "weights have 4 entries in all, but start has 3"),
+        ((ones, ones, ages[:3], shares), "ages has 3 entries, but start has 4"),
+        ((ones, ones, ages, shares[:511]), "shares has 511 entries, but needs at least 512"),
+    ):
+        with pytest.raises(ValueError, match=f"offer_progress: {sentence}"):
+            kernels.offer_progress([ones], *arrays, flag)
+    with pytest.raises(ValueError, match="offer_progress: decays has 1 entries, but needs at least 2"):
+        kernels.offer_progress([ones[:2], ones[2:]], ones, ones, None, shares, flag, decays=ones[:1])
+    with pytest.raises(ValueError, match="deliver_progress: rest has 3 entries, but update has 4"):
+        kernels.deliver_progress(ones, [ones], ones[:3], ones)
