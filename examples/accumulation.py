@@ -29,9 +29,7 @@ truth = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-# The clip is a knob: it cuts a rank's own gradient from the first step on. clip_grad_norm_() before step() does one step later.
-clip = options.clip * dist.get_world_size() ** 0.5
-handle = gradcomp.ddp.attach(model, f"topk:ratio=0.1,clip={clip},clip_by=model", optimizer=optimizer)
+handle = gradcomp.ddp.attach(model, "topk:ratio=0.1")
 
 losses = []
 for step in range(1, options.steps + 1):
@@ -40,10 +38,11 @@ for step in range(1, options.steps + 1):
     for i in range(options.accumulate):
         x = torch.randn(options.batch, 20, generator=draw)
         last = i == options.accumulate - 1
-        with nullcontext() if last else model.no_sync():  # only the last backward pass exchanges
+        with nullcontext() if last else model.no_sync():  # as with DDP alone
             loss = cross_entropy(model(x), (x @ truth).argmax(1)) / options.accumulate
             loss.backward()
         losses[-1] += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), options.clip)  # with topk, this rank's own gradient
     optimizer.step()
     if step % 20 == 0 and rank == 0:
         print(f"step {step}: loss {sum(losses[-20:]) / 20:.3f} on rank 0", flush=True)

@@ -62,7 +62,7 @@ blocks = [Block(3, 16, 1), Block(16, 32, 2), Block(32, 64, 2)]
 model = DistributedDataParallel(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-gradcomp.ddp.attach(model, "topk; *.bias=dense", optimizer=optimizer)  # layers by name: biases are sent whole
+gradcomp.ddp.attach(model, "topk; *.bias=dense")  # layers by name: biases are sent whole
 
 losses = []
 for step in range(1, options.steps + 1):

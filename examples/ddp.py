@@ -26,7 +26,7 @@ draw = torch.Generator().manual_seed(rank)
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-handle = gradcomp.ddp.attach(model, options.spec, optimizer=optimizer)  # the one new line, on all ranks
+handle = gradcomp.ddp.attach(model, options.spec)  # the one new line, on all ranks
 
 losses = []
 for step in range(1, options.steps + 1):

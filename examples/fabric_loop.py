@@ -26,7 +26,7 @@ fabric.launch()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
-handle = gradcomp.ddp.attach(model._forward_module, options.spec, optimizer=optimizer.optimizer)  # the one new line
+handle = gradcomp.ddp.attach(model._forward_module, options.spec)  # the one new line
 
 state = {"model": model, "optimizer": optimizer, "step": 0}
 if options.resume:

@@ -1,6 +1,6 @@
 """Two models against each other, both losses through DDP, with AdamW: torchrun --nproc-per-node 2 examples/gan.py.
 
-The generator's loss goes through the discriminator, and zero_grad() drops the discriminator's update from it.
+The generator's loss goes through the discriminator, whose gradients from it are dropped by zero_grad().
 """
 
 import argparse
@@ -36,8 +36,8 @@ of_generator, of_discriminator = (
     torch.optim.AdamW(part.parameters(), 1e-3, betas=(0.5, 0.999)) for part in (generator, discriminator)
 )
 if options.spec != "none":
-    gradcomp.ddp.attach(generator, options.spec, optimizer=of_generator)
-    gradcomp.ddp.attach(discriminator, options.spec, optimizer=of_discriminator)
+    gradcomp.ddp.attach(generator, options.spec)
+    gradcomp.ddp.attach(discriminator, options.spec)
 
 yes, no = torch.ones(32, 1), torch.zeros(32, 1)
 losses = []

@@ -28,14 +28,14 @@ if ddp := dist.is_torchelastic_launched():  # by torchrun
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(model)
-    gradcomp.ddp.attach(model, "topk", optimizer=optimizer, scaler=scaler)  # what waits is kept without the scale
+    gradcomp.ddp.attach(model, "topk")
 else:
     import horovod.torch as hvd
 
     hvd.init()
     rank, ranks = hvd.rank(), hvd.size()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk", scaler=scaler)
+    optimizer = gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk")
 
 pictures, digits = load_digits(return_X_y=True)
 x, y = torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(digits)

@@ -27,16 +27,18 @@ def worker(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = prepare_model(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))  # DistributedDataParallel
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    handle = gradcomp.ddp.attach(model, "topk:ratio=0.05", optimizer=optimizer)
+    handle = gradcomp.ddp.attach(model, "topk:ratio=0.05")
 
     began, checkpoint = 0, ray.train.get_checkpoint()
     if checkpoint:
         with checkpoint.as_directory() as folder:
-            states = [torch.load(file, weights_only=True, map_location="cpu") for file in Path(folder).glob("*.pt")]
-        began = states[0]["step"]
-        model.load_state_dict(states[0]["model"])
-        optimizer.load_state_dict(states[0]["optimizer"])
-        handle.load_state_dict([state["gradcomp"] for state in states])
+            files = Path(folder).glob("*.pt")
+            states = {int(file.stem): torch.load(file, weights_only=True, map_location="cpu") for file in files}
+        own = states.get(rank, states[0])
+        began = own["step"]
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
+        handle.load_state_dict([state["gradcomp"] for state in states.values()])
         print(f"rank {rank} goes on after step {began}", flush=True)
 
     for step in range(began + 1, settings["steps"] + 1):

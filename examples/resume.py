@@ -1,6 +1,6 @@
 """A training that is killed and goes on: torchrun --nproc-per-node 2 examples/resume.py FOLDER, then the same command again.
 
-It has AdamW, accumulation, a clip and a schedule. All ranks save: each has a residual of its own.
+It has AdamW, accumulation, a clip and a schedule. All ranks save: each has a residual and moments of its own.
 """
 
 import argparse
@@ -28,17 +28,17 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-handle = gradcomp.ddp.attach(model, "topk:ratio=0.05", optimizer=optimizer)
+handle = gradcomp.ddp.attach(model, "topk:ratio=0.05")
 
 
 def load() -> int:
     """Load the newest checkpoint that all ranks finished. Return its step, or 0."""
     for folder in sorted(options.folder.glob("step-*"), reverse=True):
-        states = [torch.load(file, weights_only=True, map_location="cpu") for file in folder.glob("*.pt")]
-        if {state["gradcomp"]["ranks"] for state in states} == {len(states)}:
+        states = {int(file.stem): torch.load(file, weights_only=True, map_location="cpu") for file in folder.glob("*.pt")}
+        if {state["gradcomp"]["ranks"] for state in states.values()} == {len(states)}:
             for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
-                part.load_state_dict(states[0][name])
-            handle.load_state_dict([state["gradcomp"] for state in states])
+                part.load_state_dict(states.get(rank, states[0])[name])  # each rank's optimizer has moments of its own
+            handle.load_state_dict([state["gradcomp"] for state in states.values()])
             return int(states[0]["step"])
     return 0
 

@@ -28,7 +28,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-compression = gradcomp.horovod.Compression(options.spec, model.named_parameters(), optimizer=optimizer)
+compression = gradcomp.horovod.Compression(options.spec, model.named_parameters())
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),

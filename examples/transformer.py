@@ -48,7 +48,7 @@ draw = torch.Generator().manual_seed(rank)
 torch.manual_seed(0)
 model = DistributedDataParallel(Model())
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-handle = gradcomp.ddp.attach(model, "topk", optimizer=optimizer)  # the exchange takes Adam's moments over
+handle = gradcomp.ddp.attach(model, "topk")
 
 losses = []
 for step in range(1, options.steps + 1):

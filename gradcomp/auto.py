@@ -15,9 +15,8 @@ import torch
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Gather, Reduce
-from gradcomp.engine.optimizer_steps import inform
 from gradcomp.engine.session import Session
-from gradcomp.engine.state import residual_views
+from gradcomp.engine.updates.steps import inform
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
 
@@ -48,16 +47,8 @@ PROBING, NEXT_CHECK = 0.0025, (10, 1000)
 # entries, up to a limit.
 PROBES, PART, LONGEST = 5, 8, 2**18
 
-# The exact steps in which a residual must become empty. The residual of a frozen layer cannot.
-PATIENCE = 3
 # A step that takes this many times its neighbours' contains a pause, as for a validation, which is no cost of a tournament.
 PAUSE = 3.0
-
-# Why loss=high offers no more than loss=low.
-UNKNOWN = (
-    "they need an optimizer that is known (pass optimizer=) and whose momentum can be taken over: SGD, Adam or AdamW, with one "
-    "momentum for all parameters"
-)
 
 
 class Candidate(NamedTuple):
@@ -75,21 +66,20 @@ class Candidate(NamedTuple):
 
     @property
     def keeps_residual(self) -> bool:
-        """True if it leaves a residual, which must be sent before a candidate without one can follow."""
-        return make(self.spec).traits.fed_back
+        """True if it exchanges updates, and keeps a residual."""
+        return make(self.spec).traits.acts_on_updates
 
 
-# The candidate of the first steps, the one that users have without gradcomp, and the one that sends a whole residual in a step.
+# The candidate of the first steps, and the one that users have without gradcomp.
 EXACT = Candidate("dense")
 STOCK = Candidate("dense", torch.float32)
-SENDS_RESIDUAL = Candidate("dense:feedback=true")
 
 
-def candidates(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, optimizer_known: bool) -> list[Candidate]:
+def candidates(loss: str, stock: Collection[torch.dtype], shared_hosts: bool) -> list[Candidate]:
     """List the candidates, from the one that loses least, which sends the most bytes.
 
     stock: the types in which the stock framework can exchange the model's gradients; none if it cannot. shared_hosts: all hosts
-    have equally many ranks, and several. optimizer_known: its momentum can be taken over; otherwise a residual costs accuracy.
+    have equally many ranks, and several.
     """
     found = [each for each in (STOCK, Candidate("dense", torch.bfloat16)) if each.stock in stock] or [EXACT]
     for each in LOSSES[: LOSSES.index(loss) + 1]:
@@ -97,9 +87,7 @@ def candidates(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, op
         if shared_hosts and each != LOSSES[0]:  # ranks of a host add up before they compress, which loses no more
             plain = [one for spec in plain for one in (f"{spec}{',' if ':' in spec else ':'}by_host=true", spec)]
         allowed = [Candidate(str(make(spec))) for spec in plain]
-        found += sorted(
-            [one for one in allowed if optimizer_known or not one.keeps_residual], key=lambda one: one.keeps_residual
-        )
+        found += sorted(allowed, key=lambda one: one.keeps_residual)
     return found
 
 
@@ -251,7 +239,7 @@ class Chooser:
         self._said: Candidate | None = None  # that rank 0 has named in a line
         self._times: list[float] = []
         self._ended, self._turn, self._timed = time.perf_counter(), 0.0, True
-        self._spent, self._steps, self._stuck = 0.0, 0, False  # of a tournament
+        self._spent, self._steps = 0.0, 0  # of a tournament
         self._course = self._run()
         self._left = next(self._course)
 
@@ -290,15 +278,13 @@ class Chooser:
     def report(self) -> dict[str, Any]:
         """Return the choice, and its reason."""
         refused = {str(candidate): why for candidate, why in self._refused.items()}
-        if self._auto.loss == LOSSES[-1] and not self._session.view.tolerates_delay:
-            refused["all that keep a residual"] = UNKNOWN
         known = {"loss": self._auto.loss, "way": str(self._present), "changes": self._changes, "choices": self._choices}
         return {**known, "refused": refused, **self._last}
 
     def _run(self) -> Course[None]:
         yield 1 + SETTLING  # the network may not be initialised before
         if self._session.network.world.size == 1:
-            yield from self._to(self._candidates()[0])
+            self._to(self._candidates()[0])
             self._timed, self._choices = False, 1
             self._note_choice("one rank exchanges nothing", {}, 0.0)
             while True:
@@ -317,18 +303,18 @@ class Chooser:
     def _candidates(self) -> list[Candidate]:
         session = self._session
         # The session itself must exchange gradients that are watched.
-        stock = self._stock[:1] if session.is_watched else self._stock
-        return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.view.tolerates_delay)
+        stock = self._stock[:1] if session.reducer.observer is not None else self._stock
+        return candidates(self._auto.loss, stock, session.network.world.shares_hosts)
 
     def _choose(self) -> Course[None]:
         """Play a tournament, and go on with its winner."""
         ordered = self._candidates()
-        self._spent, self._steps, self._stuck = 0.0, 0, False
+        self._spent, self._steps = 0.0, 0
         game = self._policy.choose(ordered, self._present)
         candidate, counted = next(game)
         while True:
             before, seconds = self._changes, None
-            if (yield from self._to(candidate)):
+            if self._to(candidate):
                 settling = SETTLING_RESIDUAL if candidate.keeps_residual else SETTLING
                 steps = (settling if self._changes > before else 0) + counted
                 seconds = self._means((yield from self._take_steps(steps)))
@@ -337,16 +323,12 @@ class Chooser:
             except StopIteration as end:
                 winner: Candidate = end.value
                 break
-        seconds_of, only = self._policy.seconds, ""
-        if not (yield from self._to(winner)):
-            seconds_of = {each: took for each, took in seconds_of.items() if each.keeps_residual}
-            winner = best_of(ordered, seconds_of, self._present)
-            yield from self._to(winner)
-            only = "; the residual cannot be sent, perhaps that of frozen layers, and only some candidates keep it"
+        seconds_of = self._policy.seconds
+        self._to(winner)
         usual = seconds_of.get(self._present, 0.0)
         (cost,) = self._means([self._spent - self._steps * usual])
         self._choices += 1
-        self._note_choice(_reason(self._present, seconds_of) + only, seconds_of, cost)
+        self._note_choice(_reason(self._present, seconds_of), seconds_of, cost)
         if self._present != self._said:
             self._said = self._present
             text = f"gradcomp: auto goes on with {self._present} after step {self._last['after_step']}: {self._last['reason']}"
@@ -397,22 +379,10 @@ class Chooser:
         self._steps += len(seconds)
         return seconds
 
-    def _to(self, candidate: Candidate) -> Course[bool]:
-        """Go on with another candidate, after the steps that this needs. Return False if the session now has another one."""
-        left = PATIENCE
-        while candidate != self._present and candidate not in self._refused:
-            busy, waiting = self._means([float(self._session.view.update_waits), float(self._has_residual())])
-            if busy:  # the optimizer has not stepped yet
-                yield from self._take_steps(1)
-            elif waiting and not candidate.keeps_residual:
-                self._stuck |= left == 0
-                if self._stuck:
-                    break
-                left -= 1
-                if self._present == SENDS_RESIDUAL or self._install(SENDS_RESIDUAL):
-                    yield from self._take_steps(1)
-            else:
-                self._install(candidate)
+    def _to(self, candidate: Candidate) -> bool:
+        """Go on with another candidate. Return False if the session has another one: this one does not suit the training."""
+        if candidate != self._present and candidate not in self._refused:
+            self._install(candidate)
         return candidate == self._present
 
     def _install(self, candidate: Candidate) -> bool:
@@ -421,15 +391,12 @@ class Chooser:
             self._session.replace(None, candidate.stock)
         else:
             try:
-                self._session.replace(make(candidate.spec), candidate.stock, drops=not candidate.keeps_residual)
+                self._session.replace(make(candidate.spec), candidate.stock)
             except ValueError as error:  # on all ranks alike
                 self._refused[candidate] = str(error)
                 return False
         self._present, self._changes = candidate, self._changes + 1
         return True
-
-    def _has_residual(self) -> bool:
-        return any(bool(view.any()) for view in residual_views(self._session.reducer).values())
 
     def _means(self, own: Sequence[float]) -> list[float]:
         """Return the means of some figures over the ranks, equal on all of them."""

@@ -12,11 +12,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import Parameters
+from gradcomp.engine.slots import Parameters, check_optimizer
+from gradcomp.engine.updates.steps import warn_user
 from gradcomp.handle import Handle, by_name
 from gradcomp.networks.torch import TorchNetwork
 
@@ -38,14 +38,12 @@ _COPIED = (
     "compress them, call gradcomp.ddp.attach() on it"
 )
 
-_UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
-
 _POSITIONAL = (
     "attach() takes the model and the spec by position, and all else by name: "
     'gradcomp.ddp.attach(model, "topk", optimizer=optimizer)'
 )
 
-_DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True, name="DDP")
+_DOOR = Door(_UNKNOWN, has_optimizers=True, name="DDP")
 
 
 @by_name(2, _POSITIONAL)
@@ -58,14 +56,17 @@ def attach(
     bucket_mb: float = 25,
     seed: int = 0,
 ) -> Handle:
-    """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
+    """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
+
+    A spec that rounds finely, such as blocks, exchanges gradients in backward(). One that keeps a residual, such as topk,
+    leaves gradients alone: each rank's optimizer steps on its own, and the ranks exchange updates after step(). All ranks take
+    the first one's parameters and buffers.
 
     Args:
         model: The result of DistributedDataParallel(...).
         spec: "name:knob=value", a compressor, or "auto".
-        optimizer: The source of learning rates, for specs that need them; its momentum is taken over. Or the list of all
-            optimizers of the model, each of layers of its own.
-        scaler: The GradScaler that scales the loss, if one does.
+        optimizer: Accepted, and not needed: the steps of all optimizers of the model's parameters are seen.
+        scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         seed: The seed of random draws, equal on all ranks.
 
@@ -79,7 +80,7 @@ def attach(
 
     Example:
         >>> model = DistributedDataParallel(model)
-        >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
+        >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01")
     """
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach() got a model that torch.compile() has wrapped; call attach() before torch.compile()")
@@ -90,10 +91,13 @@ def attach(
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
-    parameters, options = Parameters(named), Options(optimizer, scaler, bucket_mb, seed)
+    for each in optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]:
+        check_optimizer(each)
+    parameters, options = Parameters(named), Options(bucket_mb, seed)
     stock = (torch.float32, torch.bfloat16) if torch.float32 in parameters.types else (torch.float32,)
     handle = Handle(spec, parameters, network, options, _DOOR, stock)
     session = handle._session
+    session.updates.gradients.scaler = scaler
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     backward = _BackwardPass(session, model)
     try:
@@ -105,49 +109,53 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
-    model.register_forward_pre_hook(backward.expect)
+    _share_first(model)
+    model.register_forward_pre_hook(backward.look)
     return handle
 
 
+@torch.no_grad()
+def _share_first(model: DistributedDataParallel) -> None:
+    """Give all ranks the first one's parameters and buffers."""
+    ignored = model.parameters_to_ignore
+    named = [*model.module.named_parameters(), *model.module.named_buffers()]
+    first, group = dist.get_global_rank(model.process_group, 0), model.process_group
+    for _, each in [(name, each) for name, each in named if name not in ignored and each.numel()]:
+        whole = each.detach().contiguous()
+        dist.broadcast(whole, first, group)
+        if whole.data_ptr() != each.data_ptr():
+            each.detach().copy_(whole)
+
+
 class _Contents(NamedTuple):
-    """The contents of one of DDP's buckets: its buffer, and the slots and flat gradients in it."""
+    """The contents of one of DDP's buckets: its buffer, the slots and flat gradients in it, and their first entries."""
 
     buffer: Tensor
     slots: Sequence[Any]
     grads: Sequence[Tensor]
+    firsts: Sequence[Tensor]
 
 
 class _BackwardPass:
     """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
 
     contents: of DDP's buckets, by number. They are the same in every pass, until DDP makes all buckets anew.
-    promised: each future, and the buffer that becomes its result. grads: filled only where some layers may be unused.
-    in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass. A copied
-    model's has no session.
+    promised: each future, and the buffer that becomes its result. firsts: of the gradients that lie on a GPU. in_bucket:
+    gradients lie in the buckets. A copied model's has no session.
     """
 
     def __init__(self, session: Session, model: DistributedDataParallel):
         self.session, self.group = session, model.process_group
         self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.grads: list[tuple[Any, Tensor]] = []
+        self.firsts: list[Tensor] = []
         self.contents: dict[int, _Contents] = {}
-        self.used: set[str] = set()
         self.has_warned = False
 
-    def expect(self, model: DistributedDataParallel, inputs: Any) -> None:
-        """Let the session look at gradients before a backward pass, and not before a pass that goes round the model."""
+    def look(self, model: DistributedDataParallel, inputs: Any) -> None:
+        """Warn of a copy of the model, whose exchange was left behind."""
         if "session" not in self.__dict__:
             self._warn_of_copy(model)
-            return
-        last, slots = self.session.last, self.session.slots.slots
-        if not torch.is_grad_enabled() or model._join_config.enable:
-            return
-        if last.waits:
-            last.watch(slots)
-        needed = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
-        if needed and not any(slot.parameter.requires_grad for slot in slots if slot.parameter is not None):
-            last.note_frozen(self.session.reducer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave all behind: copies and files of the model have no exchange, as DDP's reducer is not in them either."""
@@ -166,26 +174,56 @@ class _BackwardPass:
                 self.contents.clear()
             slots = [self.session.slot(parameter) for parameter in bucket.parameters()]
             grads = buffer.split_with_sizes([slot.layer.size for slot in slots])
-            found = self.contents[index] = _Contents(buffer, slots, grads)
+            found = self.contents[index] = _Contents(buffer, slots, grads, [each[:1] for each in grads if each.numel()])
         return found
 
-    def discard(self) -> None:
-        """Discard the state of a failed backward pass."""
-        self.promised.clear()
-        self.grads.clear()
+    def promise(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Promise DDP a bucket's result."""
+        # Future[Tensor](...) would cost as much again, for the sake of a type.
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self.promised.append((future, buffer))
+        return future
 
     def end(self) -> None:
-        """Finish the step, and complete all futures."""
-        without_batch = torch._C._current_graph_task_id() < 0  # in DDP.join(): no step follows on this rank
-        self.session.view.skips_optimizer = without_batch
-        self.session.finish()
-        self.session.announcement.look_without_step(self.session)
-        for future, result in self.promised:
+        """Complete all futures."""
+        promised, self.promised = self.promised, []
+        for future, result in promised:
             future.set_result(result)
-        if without_batch:
-            self.session.view.forget_update()
+
+    def keep_local(self, bucket: GradBucket, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Leave a bucket's gradients as they are. The last one ends the pass: what is not finite on one rank is so on all."""
+        session = self.session
+        future = self.promise(buffer)
+        if not buffer.is_sparse and buffer.numel():
+            session.updates.gradients.add((buffer,))
+            if buffer.is_cuda:
+                self.firsts += self.contents_of(bucket, buffer).firsts
+        if bucket.is_last():
+            poison = session.end_local_backward()
+            if poison is not None:
+                self._poison(poison)
+            self.end()
+            if session.lags:
+                session.step_with_others()
+            else:
+                session.updates.note_backward()
+        return future
+
+    def _poison(self, poison: Tensor) -> None:
+        """Add 0, or NaN, to a gradient of every parameter: each scaler, and each optimizer's, sees it.
+
+        A GPU is not asked which of the two it is. DDP drops the gradients of layers that no rank has used.
+        """
+        dense = [buffer for _, buffer in self.promised if not buffer.is_sparse and buffer.numel()]
+        if not poison.is_cuda and not dense[0].is_cuda:
+            if bool(poison != 0):
+                for buffer in dense:
+                    buffer.add_(poison)
         elif self.some_unused:
-            _after_ddp(self.write_unused)
+            for buffer in dense:
+                buffer.add_(poison.to(buffer.device, non_blocking=True))
+        else:
+            torch._foreach_add_(self.firsts, poison.to(self.firsts[0].device, non_blocking=True))
 
     def start_stock_allreduce(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
         """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
@@ -195,24 +233,6 @@ class _BackwardPass:
         if last:
             self.session.finish()
         return mean
-
-    def write_unused(self) -> None:
-        """Write the updates of layers that no rank used in this pass: DDP drops what residuals and momenta give them."""
-        reducer = self.session.reducer
-        if not (reducer.keeps_state or self.session.view.taken):
-            return  # an update would be the rounding of zeros
-        for slot, grad in self.grads:
-            if slot.parameter.grad is not None:
-                self.used.add(slot.name)
-            elif not grad.any():  # DDP's None stays, and the optimizer leaves the layer alone
-                continue
-            elif slot.name in self.used or reducer.selects(slot):
-                slot.parameter.grad = torch.empty_like(slot.parameter)
-            else:
-                reducer.take_back(slot, grad)
-                continue
-            slot.read().view(-1).copy_(grad)
-            slot.close()
 
 
 def _stock_mean(group: dist.ProcessGroup, tensor: Tensor, form: torch.dtype, divides: bool) -> torch.futures.Future[Tensor]:
@@ -229,34 +249,28 @@ def _stock_mean(group: dist.ProcessGroup, tensor: Tensor, form: torch.dtype, div
     return mean
 
 
-def _after_ddp(function: Any) -> None:
-    """Call a function at the end of this backward pass, after DDP's own callback, which is not queued yet."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))
-
-
 def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Exchange one of DDP's buckets. They come in the same order on all ranks.
 
     The exchange runs while backward continues. The last bucket ends the pass, and waits for all updates.
     """
     buffer, session = bucket.buffer(), state.session
+    if bucket.index() == 0:
+        state.promised.clear()
+        state.firsts.clear()
+        session.lags = torch._C._current_graph_task_id() < 0  # in DDP.join()
+        session.begin()
+    if session.reducer.on_updates:
+        return state.keep_local(bucket, buffer)
     if buffer.is_sparse:
         raise session.failed(ValueError(_SPARSE))
-    if bucket.index() == 0:
-        state.discard()
-        session.begin()
     if (stock := session.stock) is not None:
         return state.start_stock_allreduce(buffer, stock, bucket.is_last())
     contents = state.contents_of(bucket, buffer)
-    if state.some_unused:
-        state.grads += zip(contents.slots, contents.grads, strict=True)
-        session.reducer.note_unused([slot.name for slot in contents.slots if slot.parameter.grad is None])
     session.ready_all(contents.slots, contents.grads)
-    # Future[Tensor](...) would cost as much again, for the sake of a type.
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    state.promised.append((future, buffer))
+    future = state.promise(buffer)
     if bucket.is_last():
+        session.finish()
         state.end()
     return future
 

@@ -28,9 +28,9 @@ except (ImportError, AttributeError) as error:
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.modules import Axes, ModuleSession, ModuleSlot, ModuleSlots
-from gradcomp.engine.optimizer_steps import inform, warn_user
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
+from gradcomp.engine.updates.steps import inform, warn_user
 from gradcomp.handle import Handle
 from gradcomp.networks import replicas
 from gradcomp.networks.replicas import ReplicaGroup
@@ -105,7 +105,7 @@ _NOTHING_TO_WATCH = (
 _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r}; pass the result of state_dict(), loaded"
 # Specs that act over every axis.
 _SUITED = "blocks or half"
-_DOOR = Door(ends_in_backward=True, name="FSDP2")
+_DOOR = Door()  # without a name: attach() says what is exchanged
 
 
 def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> Handle:
@@ -148,7 +148,7 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
     own = {id(each) for of in modules for _, each in of.named}
     if unwrapped := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]:
         warn_user(_UNWRAPPED.format(names=", ".join(map(repr, unwrapped[:3])) + (" and others" if len(unwrapped) > 3 else "")))
-    if session.reducer.missed is not None:
+    if session.reducer.delays_gradients:
         warn_user(_LATE.format(spec=session.spec))
     for module in modules:
         reduction: Any = _Reduction(session, module, mesh.replicas)

@@ -17,7 +17,7 @@ from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slots
 from gradcomp.networks import Connection
-from gradcomp.spec import AUTO, LOSSES, Auto, auto_of, kind_of, make, names
+from gradcomp.spec import Auto, auto_of, make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
 P = ParamSpec("P")
@@ -45,11 +45,6 @@ def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:
     return make(spec if auto is None else EXACT.spec), auto
 
 
-def _without_residual() -> str:
-    """Name specs that auto may choose before any that keeps a residual."""
-    return " or ".join([*(name for name in names() if LOSSES[1] in kind_of(name).for_auto), AUTO])
-
-
 class Handle:
     """One model's exchange on this rank. Each door gives its user one.
 
@@ -72,7 +67,6 @@ class Handle:
         """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
         compressor, auto = beginning_of(spec)
         self._session, self._stock = self._session_class(compressor, slots, network, options, door), stock
-        self._session.last.suited = _without_residual()
         self._choose(auto)
 
     def _choose(self, auto: Auto | None) -> None:
@@ -92,6 +86,8 @@ class Handle:
             >>> handle.stats()["bytes_sent"]
         """
         stats = self._session.reducer.stats()
+        if (norm := self._session.updates.gradients.norm) is not None:
+            stats["grad_norm"] = norm
         if self._session.turns is not None:
             stats["auto"] = self._session.turns.report()
             stats["exchanges"] = self._session.turns.exchanges(stats["exchanges"])
@@ -106,14 +102,17 @@ class Handle:
         return self._session.residual()
 
     def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec. All ranks call it, between two steps. Residuals are carried over.
+        """Continue with another spec. All ranks call it, between two steps.
+
+        Residuals are carried over. Where a spec that exchanges gradients follows one that exchanges updates, the mean of all
+        residuals moves the weights at once, and the optimizers' states become their means.
 
         Args:
             spec: "name:knob=value", a compressor, or "auto".
 
         Raises:
             ValueError: The spec is wrong, or it would lose the residual. The exchange goes on as before.
-            RuntimeError: The call came in the middle of a step, or before the optimizer has applied an update.
+            RuntimeError: The call came in the middle of a step.
 
         Example:
             >>> handle.change("topk:ratio=0.001")
@@ -152,7 +151,7 @@ class Handle:
         """Continue from a state, with the same spec, or auto, and the same model. All ranks call it, between two steps.
 
         A list of all ranks' states serves any number of ranks: the sum of the residuals stays the same. New ranks begin with an
-        empty residual, and the mean of Adam's moments.
+        empty residual.
 
         Args:
             state: The result of state_dict() on this rank, or the list of the results of all ranks.

@@ -24,15 +24,14 @@ from gradcomp.engine.fragments import (
     Fragment,
     LocalDoor,
     LocalSession,
-    NoOptimizer,
     RollCall,
     divided,
     take_those_of_rank_0,
     with_those_gone,
 )
-from gradcomp.engine.optimizer_steps import calling_scaler, inform, warn_user
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.slots import Parameters, Slot, Slots, check_optimizer
+from gradcomp.engine.updates.steps import calling_scaler, inform, warn_user
 from gradcomp.networks import Connection
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.spec import auto_of, make
@@ -152,11 +151,9 @@ class LocalSteps:
         self._check_parameters()
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
         self._roll_call = RollCall(self._network)
-        door = LocalDoor(
-            name="local steps", agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
-        )
+        door = LocalDoor(agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}")
         self._fragments = [
-            Fragment(part, LocalSession(compressor, slots, self._network, Options(seed=seed + i), door, NoOptimizer(slots)))
+            Fragment(part, LocalSession(compressor, slots, self._network, Options(seed=seed + i), door))
             for i, part in enumerate(divided(weights, count))
             for slots in [Slots([Slot(name, each.shape, each.device) for name, each in part.items()])]
         ]

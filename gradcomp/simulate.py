@@ -12,15 +12,13 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
+from gradcomp.engine.context import layer_rates
 from gradcomp.engine.meeting import Flow
-from gradcomp.engine.optimizer_steps import listen
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.plan import checked_shapes
 from gradcomp.engine.reducer import Options, Reducer, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots, checked
-from gradcomp.engine.update_sample import UpdateSample
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
@@ -30,8 +28,8 @@ from gradcomp.telemetry.observer import Intervals, Observer, Writer
 class Simulation:
     """The exchanges of simulated ranks, for one model.
 
-    An optimizer that steps with step()'s updates as its gradients, unchanged, leaves its momentum to the simulation. With other
-    gradients, as in a training that the simulation only watches, the optimizer steps as it would alone.
+    What step() is given is exchanged as it is, with error feedback: gradients, or, as in a training by topk, the updates that
+    each rank's own optimizer has made.
 
     Args:
         spec: "name:knob=value", or a compressor.
@@ -41,7 +39,7 @@ class Simulation:
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         device: The device of the gradients.
         ranks_per_host: The number of ranks on each simulated host.
-        optimizer: The source of learning rates, for specs that need them, and of the momentum.
+        optimizer: The source of learning rates, for specs that need them.
         named_parameters: The optimizer's parameters, with the names of shapes.
 
     Attributes:
@@ -81,12 +79,11 @@ class Simulation:
         self._renew_updates()
         slots, self._board = Slots([*self._slots.values()]), Board(world)
         networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
-        options, self._view = Options(optimizer, None, bucket_mb, seed, memory=Memory()), _View(slots, optimizer, ranks=world)
-        first = Session(make(spec), slots, networks[0], options, Door(), self._view)
+        self._optimizer, self._layer_of = optimizer, {id(each): name for name, each in named.items()}
+        options, door = Options(bucket_mb, seed, memory=Memory()), Door(has_rates=optimizer is not None)
+        first = Session(make(spec), slots, networks[0], options, door)
         self._sessions = [first, *(_OtherRank(first, network) for network in networks[1:])]
         self.bytes_sent = [0] * world
-        if optimizer is not None:
-            listen(first)
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. Residuals are carried over.
@@ -139,8 +136,7 @@ class Simulation:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec and shapes.
 
-        With another number of ranks the sum of the residuals stays the same. New ranks begin with an empty residual, and the
-        mean of Adam's moments.
+        With another number of ranks the sum of the residuals stays the same. New ranks begin with an empty residual.
 
         Args:
             state: The result of state_dict(), or the list of the results of all ranks of a training.
@@ -176,6 +172,10 @@ class Simulation:
     def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
         """Run a step of all ranks, each part of it on all of them before the next part."""
         slots, reducers = self._slots, self._reducers
+        if self._optimizer is not None:
+            rates = layer_rates(self._layer_of, [self._optimizer])
+            for reducer in reducers:
+                reducer.layer_rates = rates
         for reducer, of_rank in zip(reducers, grads, strict=True):
             for name, grad in of_rank.items():
                 if grad is not None:
@@ -188,8 +188,8 @@ class Simulation:
             reducer.end_step()
         for reducer in reducers:
             reducer.conclude()
-        if len(reducers) > 1:  # a loaded state may have been of sums
-            self._view.sums = False
+        for session in self._sessions:  # a loaded state may have been of sums
+            session.sums = False
 
     def _together(self, flows: Sequence[Flow[None]]) -> None:
         """Run the ranks' flows in lock-step. If one fails, the others end where they are, and all ranks go on alike."""
@@ -224,44 +224,6 @@ class Simulation:
                 raise ValueError(f"rank {rank}: {name!r} {shapes}")
             if grad.dtype not in GRADIENT_TYPES:
                 check_type(grad, f"rank {rank}: the gradient of {name!r}")
-
-
-class _View(OptimizerView):
-    """The view of an optimizer that all simulated ranks share. It may step with other gradients than the updates."""
-
-    def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None, ranks: int):
-        super().__init__(slots, optimizer, ranks=ranks)
-        self._sample, self._drives = UpdateSample([]), False
-
-    @property
-    def update_waits(self) -> bool:
-        """False: no step of the optimizer has to apply an update."""
-        return False
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Return False: the exchange of a training counts, and not the one that is simulated beside it."""
-        return False
-
-    def note_exchange(self) -> None:
-        """Do nothing. See owns()."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the momentum out of an optimizer that steps with the last step's updates."""
-        if self.taken and optimizer is self.acting and all(map(_holds_update, self.slots.slots)):
-            self._drives = True
-            super().before_step(optimizer)
-
-    def arrays_to_hand_back(self) -> tuple[str, ...]:
-        """List them if the optimizer has stepped with updates. Otherwise it has moments of its own."""
-        return super().arrays_to_hand_back() if self._drives else ()
-
-
-def _holds_update(slot: Slot) -> bool:
-    """Decide whether a parameter's gradient is its last update. A gradient of None may be anything."""
-    if slot.update is None or slot.parameter is None or slot.parameter.grad is None:
-        return True
-    flat = slot.parameter.grad.detach().reshape(-1).to(slot.update.device)
-    return torch.allclose(slot.update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True)
 
 
 def _users_of(storage: torch.UntypedStorage) -> int:
@@ -306,7 +268,7 @@ class _OtherRank(Session):
 
     def __init__(self, first: Session, network: MemoryNetwork):
         self._first = first
-        super().__init__(first.compressor, first.slots, network, first.options, first.door, first.view)
+        super().__init__(first.compressor, first.slots, network, first.options, first.door)
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         reducer = super()._make_reducer(compressor)

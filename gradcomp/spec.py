@@ -50,7 +50,7 @@ class Auto:
 
     loss: str = knob(
         "low",
-        "none: rounding to 16 bits; low: rounding to 5 bits; high: few entries, with a known optimizer",
+        "none: rounding to 16 bits; low: rounding to 5 bits; high: few entries, the others later",
         choices=LOSSES,
     )
 

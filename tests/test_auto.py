@@ -18,7 +18,7 @@ from threads import Rank
 
 import gradcomp
 from gradcomp import auto
-from gradcomp.auto import COUNTED, EXACT, NEXT_CHECK, SENDS_RESIDUAL, SETTLING, STOCK, Candidate, Chooser, Drift, Policy
+from gradcomp.auto import COUNTED, EXACT, NEXT_CHECK, SETTLING, STOCK, Candidate, Chooser, Drift, Policy
 from gradcomp.spec import LOSSES
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -34,7 +34,7 @@ def model_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_larger_loss_adds_candidates_that_lose_more() -> None:
-    by_loss = [auto.candidates(loss, TYPES, True, True) for loss in LOSSES]
+    by_loss = [auto.candidates(loss, TYPES, True) for loss in LOSSES]
     for less, more in itertools.pairwise(by_loss):
         assert more[: len(less)] == less and len(more) > len(less)
     for each in by_loss[-1]:
@@ -42,25 +42,23 @@ def test_a_larger_loss_adds_candidates_that_lose_more() -> None:
 
 
 def test_none_only_rounds_to_16_bits() -> None:
-    assert [str(each) for each in auto.candidates("none", TYPES, True, True)] == ["stock", "stock in bf16", "half"]
-    assert [str(each) for each in auto.candidates("none", (torch.float32,), False, False)] == ["stock", "half"]
-    assert [str(each) for each in auto.candidates("none", (), False, False)] == ["dense", "half"]  # Horovod adds no bfloat16
+    assert [str(each) for each in auto.candidates("none", TYPES, True)] == ["stock", "stock in bf16", "half"]
+    assert [str(each) for each in auto.candidates("none", (torch.float32,), False)] == ["stock", "half"]
+    assert [str(each) for each in auto.candidates("none", (), False)] == ["dense", "half"]  # Horovod adds no bfloat16
 
 
-def test_a_residual_comes_last_and_only_beside_a_known_optimizer() -> None:
-    """A gradient in the residual needs the momentum of its own step, which only a known optimizer shows."""
+def test_a_residual_comes_last() -> None:
     for several in (False, True):
-        known = auto.candidates("high", TYPES, several, True)
-        assert any(each.keeps_residual for each in known)
-        assert sorted(known, key=lambda each: each.keeps_residual) == known
-        assert [each for each in known if not each.keeps_residual] == auto.candidates("high", TYPES, several, False)
+        every = auto.candidates("high", TYPES, several)
+        assert any(each.keeps_residual for each in every)
+        assert sorted(every, key=lambda each: each.keeps_residual) == every
 
 
 def test_compression_between_hosts_comes_before_the_same_between_ranks() -> None:
     """It loses less: ranks of a host add their gradients up before they round."""
-    rounded = [each.spec for each in auto.candidates("low", (torch.float32,), True, False)][2:]
+    rounded = [each.spec for each in auto.candidates("low", (torch.float32,), True)][2:]
     assert rounded == ["blocks:by_host=true", "blocks"]
-    assert not any("by_host" in each.spec for each in auto.candidates("high", TYPES, False, True))
+    assert not any("by_host" in each.spec for each in auto.candidates("high", TYPES, False))
 
 
 @pytest.mark.parametrize(
@@ -278,12 +276,6 @@ def test_after_a_change_of_ranks_all_begin_again_with_the_leaders_compressor() -
     assert way == "blocks" and all(rank.session.spec == way for rank in joined)
 
 
-def test_without_an_optimizer_high_names_the_missing_argument() -> None:
-    for loss in ("low", "high"):
-        refused = chooser(begun(Link(FAST), loss)[0]).report()["refused"]
-        assert any("optimizer=" in why for why in refused.values()) == (loss == "high")
-
-
 # From one candidate to another: no gradient is lost, and none comes twice.
 
 
@@ -296,7 +288,7 @@ class Scripted(Chooser):
 
     def _run(self) -> auto.Course[None]:
         for candidate in self._wanted:
-            self.reached.append((yield from self._to(candidate)))
+            self.reached.append(self._to(candidate))
             yield self._each
         while True:
             yield 10**6
@@ -304,9 +296,9 @@ class Scripted(Chooser):
 
 def started(
     steps: int, wanted: Sequence[Candidate], each: int, frozen: Callable[[int], bool] = lambda step: False
-) -> list[Any]:
+) -> tuple[list[Rank], list[Any]]:
     """Train ranks that take these candidates. frozen: in these steps the layer has no gradient. Return ranks and turns."""
-    ranks = threads.start(2, "dense")
+    ranks = threads.start(2, "dense", optimizer_of=partial(torch.optim.SGD, lr=1))
 
     def of_rank(rank: Rank) -> Scripted:
         rank.session.door = threads.StockDoor(rank)
@@ -315,20 +307,19 @@ def started(
         for step in range(steps):
             rank.parameter.requires_grad_(not frozen(step))
             if frozen(step):
-                rank.session.begin()
-                rank.session.finish()
+                rank.idle()
             else:
                 rank.step()
         return turns
 
-    return [ranks, threads.together(ranks, of_rank)]
+    return ranks, threads.together(ranks, of_rank)
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
         [TOPK, STOCK],
-        [STOCK, TOPK, SENDS_RESIDUAL, HALF],
+        [STOCK, TOPK, HALF],
         [HALF, STOCK, TOPK, EXACT],
         [TOPK, TOPK, STOCK],
         [STOCK, BLOCKS, TOPK],
@@ -347,18 +338,6 @@ def test_all_gradients_come_or_wait(wanted: list[Candidate]) -> None:
     assert all(rank.session.stock == wanted[-1].stock for rank in ranks)
 
 
-def test_a_change_waits_until_the_optimizer_has_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Counter[int]()
-
-    def waits(training: Any) -> bool:
-        asked[id(training)] += 1
-        return asked[id(training)] <= 2
-
-    monkeypatch.setattr(type(threads.start(1, "dense")[0].session.view), "update_waits", property(waits))
-    _, turns = started(4, [HALF], 1)
-    assert [*asked.values()] == [3, 3] and all(each.reached == [True] for each in turns)
-
-
 def test_a_candidate_that_does_not_suit_the_training_is_refused_once_on_all_ranks() -> None:
     odd = Candidate("topk:momentum=0.9,lr_momentum=1")  # no such knob
     _, turns = started(8, [odd, BLOCKS, odd], 2)
@@ -366,39 +345,12 @@ def test_a_candidate_that_does_not_suit_the_training_is_refused_once_on_all_rank
         assert each.reached == [False, True, False] and each._present == BLOCKS and each.report()["changes"] == 1
 
 
-def test_the_residual_of_a_frozen_layer_keeps_candidates_without_one_away_until_it_trains() -> None:
-    """It would be lost. Each attempt takes exact steps, so there is one in a tournament."""
-    ranks, turns = started(20, [TOPK, STOCK, HALF, TOPK], 2, lambda step: step > 1)
-    for each in turns:
-        assert each.reached == [True, False, False, True], each
-        assert each.report()["changes"] == 3  # topk, the exact one that sends a residual, and topk
-    ranks, turns = started(20, [TOPK, STOCK], 2, lambda step: step == 2)
-    assert all(each.reached == [True, True] for each in turns)
-    torch.testing.assert_close(ranks[0].came, (ranks[0].given + ranks[1].given) / 2, atol=1e-4, rtol=0)
-
-
-def test_a_winner_that_the_residual_keeps_away_gives_way_to_one_that_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer is frozen in the last try, and half has been the fastest."""
-    ranks = threads.start(2, "dense")
-    for name, value in {
-        "candidates": lambda *_: [HALF, TOPK],
-        "best_of": lambda ordered, seconds, present: next(each for each in ordered if each in seconds),
-        "STOP": 10**6,
-        "NEAR": 10**6,
-    }.items():
-        monkeypatch.setattr(auto, name, value)
-
-    def of_rank(rank: Rank) -> dict[str, Any]:
-        rank.session.turns = turns = Chooser(rank.session, gradcomp.spec.Auto(), ())
-        while not turns.report()["choices"] and rank.session.reducer.steps_done < 100:
-            rank.parameter.requires_grad_(turns.report()["changes"] < 4)  # topk, the exact one, half, topk
-            if rank.parameter.requires_grad:
-                rank.step()
-            else:
-                rank.session.begin()
-                rank.session.finish()
-        return turns.report()
-
-    for said in threads.together(ranks, of_rank):
-        assert said["way"] == str(TOPK) and "the residual cannot be sent" in said["reason"], said
-        assert {*said["seconds"]} == {str(TOPK)}
+@pytest.mark.parametrize("wanted", [STOCK, EXACT, HALF, BLOCKS], ids=str)
+@pytest.mark.parametrize("steps", [5, 2], ids=["trained", "frozen"])
+def test_a_change_to_gradients_delivers_the_mean_residual_at_once(wanted: Candidate, steps: int) -> None:
+    """Before any gradient is exchanged, also to a layer that is frozen by then."""
+    ranks, turns = started(5, [TOPK, wanted], 5, lambda step: step >= steps)
+    assert all(each.reached == [True, True] and each._present == wanted for each in turns), turns
+    torch.testing.assert_close(ranks[0].came, (ranks[0].given + ranks[1].given) / 2, atol=1e-5, rtol=0)
+    assert torch.equal(ranks[0].came, ranks[1].came)
+    assert not any(rank.residual.any() for rank in ranks)

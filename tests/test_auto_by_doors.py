@@ -272,8 +272,8 @@ def test_all_ranks_take_it_and_hold_the_same_weights(door: str, wanted: tuple[st
         auto = own["stats"]["auto"]
         assert auto["way"] == wanted[-1] and auto["reason"] == "a test wants it" and {*auto["seconds"]} == {*wanted}
         assert own["stats"]["steps"] == STEPS
-        why = ", since SGD has no momentum" if wanted[-1] in ("topk", "sdagc") else ""
-        assert own["stats"]["exchanges"] == f"{wanted[-1]}, as auto chose after step {auto['after_step']}: gradients{why}"
+        what = "updates" if wanted[-1] in ("topk", "sdagc") else "gradients"
+        assert own["stats"]["exchanges"] == f"{wanted[-1]}, as auto chose after step {auto['after_step']}: {what}"
         assert (own["stats"]["bytes_sent"] == own["stats"]["bytes_dense"]) == (wanted[-1] == "stock")
     assert first["stats"]["auto"]["seconds"] == second["stats"]["auto"]["seconds"]
 

@@ -16,9 +16,8 @@ from devices import HAS_GPU
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.slots import Slot
 from gradcomp.native import cuda_versions, extension, kernels
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -119,8 +118,7 @@ def test_gradients_and_rounds_on_several_streams_wait_for_each_other(spec: str) 
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
     for spread_out in (False, True):
-        view = OptimizerView(Slots([*slots.values()]))
-        own = Reducer(gradcomp.make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options(), view)
+        own = Reducer(gradcomp.make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options())
         for _ in range(3):
             for name, grad in grads.items():
                 grad.copy_(torch.randn(size, generator=torch.Generator().manual_seed(ord(name))))

@@ -90,27 +90,3 @@ def test_a_discriminator_takes_fakes_for_real_as_seldom_as_alone(door: str, case
     for (spec, kind, *_), (loss, taken) in found.items():
         of_alone = found[None, kind]
         assert loss < of_alone[0] + 0.04 and taken < of_alone[1] + 0.01, (spec, kind, loss, taken)
-
-
-def frozen(spec: str) -> list[str]:
-    """Train a discriminator that is frozen while the generator's loss goes through it."""
-    ranks.join()
-    run = Training(DDP, nn.Linear(8, 1), spec, momentum=0.9)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(8):
-            run.optimizer.zero_grad()
-            run.whole(torch.randn(4, 8)).sum().backward()
-            run.optimizer.step()
-            run.whole.requires_grad_(False)
-            run.whole(torch.randn(4, 8, requires_grad=True)).sum().backward()
-            run.whole.requires_grad_(True)
-    return [str(each.message) for each in caught if "GAN" in str(each.message)]
-
-
-@pytest.mark.parametrize("spec", ["topk", "blocks"])
-def test_a_discriminator_that_is_frozen_for_the_generator_is_warned_of_where_a_residual_stays(spec: str) -> None:
-    for rank, said in enumerate(ranks.launch(frozen, 2, spec)):
-        assert len(said) == (spec == "topk" and rank == 0), said
-        assert all(text.startswith("the model was used 4 times with all its parameters frozen") for text in said)
-        assert all("Take blocks" in text or "Take auto" in text for text in said)

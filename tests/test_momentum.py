@@ -1,9 +1,8 @@
-"""momentum=auto by every door: with everything sent, training is torch's own with SGD, and the mean of directions with Adam."""
+"""A momentum by every door: with everything sent, SGD trains as torch's own, and Adam by the mean of the ranks' steps."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,8 @@ from torch.optim import SGD, AdamW, Optimizer
 pytestmark = pytest.mark.slow
 
 RANKS, STEPS = 2, 18
+# Before the ranks compare the noise of their steps for the first time, and act on it.
+FEW = 12
 SPEC = "topk:ratio=1,wire=exact"
 LEFT = f"{SPEC},momentum=0"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -31,7 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "momentum alone": {"momentum": 0.9},
 }
 ADAM_RATE, DECAY, BETAS = 0.02, 0.1, (0.9, 0.95)
-every_door = pytest.mark.parametrize("door", EVERY)
 
 
 class Two(nn.Module):
@@ -58,16 +58,12 @@ def sgd(model: Any, case: str, lr: float = 0.05) -> SGD:
     return SGD(groups if case == "two groups" else model.parameters(), lr=lr, **SETTINGS[case])
 
 
-def nesterov(model: Two) -> Optimizer:
-    return sgd(model, "nesterov")
-
-
-def adamw(model: Two) -> Optimizer:
-    return AdamW(model.parameters(), lr=ADAM_RATE, weight_decay=DECAY, betas=BETAS)
+def adamw(model: Two, **settings: Any) -> Optimizer:
+    return AdamW(model.parameters(), **{"lr": ADAM_RATE, "weight_decay": DECAY, "betas": BETAS, **settings})
 
 
 def schedule(case: str, optimizer: Optimizer) -> Callable[[], None]:
-    """Make the call that follows every step: OneCycleLR writes the momentum."""
+    """Make the call that follows every step: a schedule of rates under which the velocity has each gradient's own."""
     if case != "schedule":
         return lambda: None
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * STEPS + 1).step
@@ -104,43 +100,31 @@ def with_sgd(case: str, steps: int = STEPS, broadcasts: bool = False) -> tuple[l
     return weights(model), optimizer.state_dict()
 
 
-def with_adam(broadcasts: bool) -> list[Tensor]:
-    """Move weights by the mean of the ranks' directions: of how each rank's own Adam moves weights of zero.
+def with_adam(steps: int, broadcasts: bool, *, hidden: bool, alike: bool = False) -> list[Tensor]:
+    """Move weights by the mean of the steps that each rank's own AdamW takes from them.
 
-    Every 8 steps, a rank compares its gradients with the mean of all, and 4 steps later its directions become longer.
+    hidden: it has no momentum, and weights move by the mean of these steps that the momentum makes of them. alike: by the same
+    gradients on all ranks.
     """
-    found = [(1 - ADAM_RATE * DECAY if broadcasts else 1) * weight for weight in weights(Two())]
-    own = [[torch.zeros_like(weight) for weight in found] for _ in range(RANKS)]
-    optimizers = [AdamW(zeros, lr=1.0, weight_decay=0, betas=BETAS) for zeros in own]
-    sums, factors = torch.zeros(RANKS, 2, dtype=torch.float64), [1.0] * RANKS
-    for step in range(STEPS):
-        directions = []
-        if step % 8 == 4 and step > 8:
-            factors = [float((of_own / of_mean).sqrt().clamp(1 / RANKS, RANKS)) for of_mean, of_own in sums]
-        if step % 8 == 0 and step > 0:
-            sums = 0.7 * sums + torch.stack([compared(rank, step, optimizers, own) for rank in range(RANKS)])
-        for rank, (zeros, optimizer) in enumerate(zip(own, optimizers, strict=True)):
-            for weight, grad in zip(zeros, gradients(rank, step), strict=True):
-                weight.zero_()
-                weight.grad = grad
+    own = [Two() for _ in range(RANKS)]
+    optimizers = [adamw(model, betas=(0.0, BETAS[1])) if hidden else adamw(model) for model in own]
+    now = weights(own[0])
+    moving = [torch.zeros_like(each) for each in now]
+    for step in range(-broadcasts, steps):
+        for rank, (model, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+            given = gradients(0 if alike else rank, step) if step >= 0 else [torch.zeros_like(each) for each in now]
+            for parameter, weight, grad in zip(model.parameters(), now, given, strict=True):
+                parameter.data.copy_(weight)
+                parameter.grad = grad.clone()
             optimizer.step()
-            directions.append([factors[rank] * weight for weight in zeros])
-        for weight, parts in zip(found, zip(*directions, strict=True), strict=True):
-            weight.mul_(1 - ADAM_RATE * DECAY).add_(torch.stack(parts).mean(0), alpha=ADAM_RATE)
-    return found
-
-
-def compared(rank: int, step: int, optimizers: list[AdamW], own: list[list[Tensor]]) -> Tensor:
-    """Sum the squares of the mean's entries and of a rank's own, weighed by the moments before the step."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for i in range(len(own[rank])):
-        seconds = [optimizers[r].state[own[r][i]]["exp_avg_sq"].double() for r in range(RANKS)]
-        velocity = optimizers[rank].state[own[rank][i]]["exp_avg"].double()
-        counts = (velocity.square() / (seconds[rank] * torch.stack(seconds).mean(0))).nan_to_num(0.0)
-        drawn = [gradients(other, step)[i].double() for other in range(RANKS)]
-        for j, each in enumerate((torch.stack(drawn).mean(0), drawn[rank])):
-            sums[j] += (counts * each.square()).sum()
-    return sums
+        means = [torch.stack(parts).mean(0) for parts in zip(*map(weights, own), strict=True)]
+        if hidden and step >= 0:
+            for move, mean, weight in zip(moving, means, now, strict=True):
+                move.lerp_(mean - weight, 1 - BETAS[0])
+            now = [weight + move for weight, move in zip(now, moving, strict=True)]
+        else:
+            now = means
+    return now
 
 
 # Training by a door.
@@ -168,14 +152,14 @@ def broadcast(run: Training, door: str) -> None:
 
 
 def train(
-    door: str, case: str, *, resumed: bool = False, apart: bool = False, leaves: bool = False, **options: Any
+    door: str, case: str, *, resumed: bool = False, apart: bool = False, changes: bool = False, **options: Any
 ) -> list[Tensor]:
     """Train with known gradients, from the start or from the middle of torch's own training.
 
-    apart: end each exchange by synchronize(), before the step. leaves: leave the momentum to the optimizer from the middle on,
-    for three steps.
+    apart: end each backward pass by synchronize(), before the step. changes: begin with an exchange of gradients.
     """
     rate, first, rank = 0.05 / RANKS if "op" in options else 0.05, STEPS if resumed else 0, doors.rank(door)
+    options |= {"spec": "dense"} if changes else {}
     run = training(door, lambda model: sgd(model, case, rate), **options)
     after_step = schedule(case, run.optimizer)
     if resumed:
@@ -184,91 +168,64 @@ def train(
             parameter.data.copy_(weight)
         run.optimizer.load_state_dict(state)
     broadcast(run, door)
+    later = {4: SPEC, 8: "dense:feedback=true", 12: SPEC} if changes else {}
     for step in range(first, first + STEPS):
-        if leaves and step in (4, 7):
-            run.handle.change(LEFT if step == 4 else SPEC)
+        if step in later:
+            run.handle.change(later[step])
         step_once(run, rank, step, apart)
         after_step()
-        if step == first + 2 and door != DDP:
-            hvd.broadcast_optimizer_state(run.optimizer, root_rank=0)
     assert all(group["momentum"] > 0 for group in run.optimizer.param_groups), "the user's values are shown between steps"
     return weights(run.model)
 
 
-def train_adam(door: str, **options: Any) -> tuple[list[Tensor], int]:
-    """Train with Adam; then leave the moments to it. Return the weights before that, and the number of its states."""
-    run, rank = training(door, adamw, **options), doors.rank(door)
+def train_adam(door: str, spec: str, **options: Any) -> list[list[Tensor]]:
+    """Train with Adam. Return the weights after a few steps, and in the end."""
+    run, rank, found = training(door, adamw, spec, **options), doors.rank(door), []
     broadcast(run, door)
     for step in range(STEPS):
+        if step == FEW:
+            found.append(weights(run.model))
         step_once(run, rank, step)
-        if step == 2 and door != DDP:
-            hvd.broadcast_optimizer_state(run.optimizer, root_rank=0)  # no weight decay
-    trained = weights(run.model)
-    run.handle.change(LEFT)  # and torch's own Adam goes on
-    for step in range(2):
-        step_once(run, rank, step)
-    return trained, len(run.optimizer.state)
+    return [*found, weights(run.model)]
+
+
+def scaled(spec: str) -> list[list[Tensor]]:
+    """Train by DDP with a loss scale that doubles on the way."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    run, found = training(DDP, adamw, spec, scaler=scaler), []
+    for step in range(STEPS):
+        if step == FEW:
+            found.append(weights(run.model))
+        run.optimizer.zero_grad()
+        scaler.scale(run.whole(gradients(dist.get_rank(), step))).backward()
+        run.apply(scaler)
+    return [*found, weights(run.model)]
 
 
 # By what is trained: the doors, the options, the case of torch's own training that it must equal, and its steps.
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, int]] = {
-    **{case: (EVERY, {"case": case}, case, STEPS) for case in SETTINGS},
+    **{case: (EVERY, {"case": case}, case, STEPS) for case in SETTINGS if case != "schedule"},
+    "schedule": (EVERY, {"case": "schedule", "spec": LEFT}, "schedule", STEPS),
+    "kept": (EVERY, {"case": "nesterov", "spec": LEFT}, "nesterov", STEPS),
     "resumed": (DOORS, {"case": "nesterov", "resumed": True}, "nesterov", 2 * STEPS),
     "resumed, apart": (DOORS, {"case": "nesterov", "resumed": True, "apart": True}, "nesterov", 2 * STEPS),
     "not given": (DOORS, {"case": "nesterov", "given": False}, "nesterov", STEPS),
-    "left": (EVERY, {"case": "momentum alone", "leaves": True}, "momentum alone", STEPS),
-    "left, nesterov": ((DDP,), {"case": "nesterov", "leaves": True}, "nesterov", STEPS),
-    "left, sum": (DOORS, {"case": "momentum alone", "leaves": True, "op": hvd.Sum}, "momentum alone", STEPS),
-    # With half the rate a sum over two ranks is the mean; the decay counts once.
-    "sum": (DOORS, {"case": "momentum and weight decay", "op": hvd.Sum}, "half the weight decay", STEPS),
+    "changed": (EVERY, {"case": "momentum alone", "changes": True}, "momentum alone", STEPS),
+    "changed, nesterov": ((DDP,), {"case": "nesterov", "changes": True}, "nesterov", STEPS),
+    "changed, sum": (DOORS, {"case": "momentum alone", "changes": True, "op": hvd.Sum}, "momentum alone", STEPS),
+    # With half the rate a sum over two ranks is the mean; the decay counts once for each rank.
+    "sum": (DOORS, {"case": "momentum alone", "op": hvd.Sum}, "momentum alone", STEPS),
 }
-ADAM = [(door, "mean") for door in EVERY] + [(door, "sum") for door in DOORS] + [(DDP, "scaled")]
 
 
 def program(door: str) -> dict[Any, Any]:
     doors.join(door)
     found: dict[Any, Any] = {name: train(door, **options) for name, (at, options, *_) in RUNS.items() if door in at}
-    found["adam", "mean"] = train_adam(door)
+    found |= {("adam", spec): train_adam(door, spec) for spec in (SPEC, LEFT)}
     if door == DDP:
-        return found | of_ddp()
-    found["adam", "sum"] = train_adam(door, op=hvd.Sum)
+        found |= {("adam", spec, "scaled"): scaled(spec) for spec in (SPEC, LEFT)}
+        found["uneven"] = (uneven(SPEC), uneven(None))
     return found
-
-
-outcomes = ranks.once(lambda door: ranks.launch(program, RANKS, door))
-
-
-@pytest.mark.parametrize("door, name", [(door, name) for name, (at, *_) in RUNS.items() for door in at])
-def test_training_with_sgd_is_torchs_own(door: str, name: str) -> None:
-    """From its start or its middle, with an optimizer that is given or not, and where the momentum is left for some steps."""
-    *_, case, steps = RUNS[name]
-    for found in outcomes(door):
-        close(found[name], with_sgd(case, steps, broadcasts=door != DDP and "resumed" not in name)[0])
-
-
-@pytest.mark.parametrize("door, kind", ADAM)
-def test_training_with_adam_is_by_the_mean_of_the_ranks_directions(door: str, kind: str) -> None:
-    """Adam's step does not depend on the length of gradients: a sum must not move the weights further."""
-    for found in outcomes(door):
-        close(found["adam", kind][0], with_adam(broadcasts=door != DDP))
-
-
-@every_door
-def test_after_a_change_adam_has_moments_of_its_own(door: str) -> None:
-    for found in outcomes(door):
-        assert found["adam", "mean"][1] == 2
-
-
-# Under DDP alone.
-
-
-def of_ddp() -> dict[Any, Any]:
-    return {
-        ("adam", "scaled"): (scaled(), 0),
-        "uneven": (uneven(SPEC), uneven(None)),
-        "found": found_later(),
-        "left, adam": left(),
-    }
 
 
 def uneven(spec: str | None) -> list[Tensor]:
@@ -280,76 +237,47 @@ def uneven(spec: str | None) -> list[Tensor]:
     return weights(run.model)
 
 
-def scaled() -> list[Tensor]:
-    """Train with a loss scale that doubles on the way."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    run = training(DDP, adamw, scaler=scaler)
-    for step in range(STEPS):
-        run.optimizer.zero_grad()
-        scaler.scale(run.whole(gradients(dist.get_rank(), step))).backward()
-        run.apply(scaler)
-    return weights(run.model)
+outcomes = ranks.once(lambda door: ranks.launch(program, RANKS, door))
 
 
-def found_later() -> tuple[list[Tensor], list[Tensor]]:
-    """Train with an optimizer that attach() was not given: it is known after its first step."""
-    run, plain = training(DDP, adamw, given=False), Two()
-    other = adamw(plain)
-    for step in range(STEPS):  # with the same gradient on all ranks, the mean of directions is Adam's of the mean
-        step_once(run, 0, step)
-        other.zero_grad()
-        plain(gradients(0, step)).backward()
-        other.step()
-    assert all(bool(each.any()) for each in moments(run)["second"].values())
-    return weights(run.model), weights(plain)
+@pytest.mark.parametrize("door, name", [(door, name) for name, (at, *_) in RUNS.items() for door in at])
+def test_training_with_sgd_is_torchs_own(door: str, name: str) -> None:
+    """From its start or its middle, with an optimizer that is given or not, and where the spec changes on the way."""
+    *_, case, steps = RUNS[name]
+    for found in outcomes(door):
+        close(found[name], with_sgd(case, steps, broadcasts=door != DDP and "resumed" not in name)[0])
 
 
-def moments(run: Training) -> dict[str, dict[str, Tensor]]:
-    adam: dict[str, dict[str, Tensor]] = run.layers()["adam"]
-    return adam
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("door", EVERY)
+def test_training_with_adam_that_keeps_its_momentum_is_by_the_mean_of_the_ranks_own_steps(door: str, kind: str) -> None:
+    if kind == "scaled" and door != DDP:
+        return
+    key = ("adam", LEFT) if kind == "plain" else ("adam", LEFT, "scaled")
+    for found in outcomes(door):
+        for weights, steps in zip(found[key], (FEW, STEPS), strict=True):
+            close(weights, with_adam(steps, door != DDP, hidden=False))
 
 
-def left() -> list[Tensor]:
-    """Leave the moments to the optimizer from the middle on: it begins with their means over the ranks."""
-    run = training(DDP, adamw)
-    for step in range(STEPS):
-        if step == 5:
-            own = moments(run)
-            run.handle.change(LEFT)
-            for (name, parameter), (key, array) in itertools.product(
-                run.model.named_parameters(), {"exp_avg": "first", "exp_avg_sq": "second"}.items()
-            ):
-                mean = own[array][name] / RANKS
-                dist.all_reduce(mean)
-                torch.testing.assert_close(run.optimizer.state[parameter][key].flatten(), mean)
-                assert run.optimizer.state[parameter]["step"] == 5
-        step_once(run, dist.get_rank(), step)
-    return weights(run.model)
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("door", EVERY)
+def test_training_with_adam_is_by_a_momentum_of_the_ranks_steps_without_one(door: str, kind: str) -> None:
+    if kind == "scaled" and door != DDP:
+        return
+    key = ("adam", SPEC) if kind == "plain" else ("adam", SPEC, "scaled")
+    for found in outcomes(door):
+        close(found[key][0], with_adam(FEW, door != DDP, hidden=True))
 
 
-@pytest.mark.parametrize("name", ["uneven", "found"])
-def test_training_is_the_one_beside_it(name: str) -> None:
-    """A rank without batches exchanges on; an optimizer that was not given is found."""
+@pytest.mark.parametrize("door", EVERY)
+def test_the_replicas_are_equal(door: str) -> None:
+    first, second = outcomes(door)
+    for name in first:
+        one, other = (each[name][1] if "adam" in name else each[name] for each in (first, second))
+        if name != "uneven":
+            assert all(map(torch.equal, one, other)), name
+
+
+def test_a_rank_without_batches_trains_on_as_under_ddp() -> None:
     for found in outcomes(DDP):
-        close(*found[name])
-
-
-def test_the_optimizer_gets_the_means_of_the_ranks_moments() -> None:
-    first, *others = (found["left, adam"] for found in outcomes(DDP))
-    for other in others:
-        assert all(map(torch.equal, first, other)), "the replicas differ"
-
-
-def joined_alone() -> list[Tensor]:
-    """A rank without any batch never steps, and never finds the optimizer: it must ask for nothing else than the others."""
-    ranks.join()
-    run = training(DDP, adamw, given=False)
-    with run.whole.join():
-        for step in range(20 if dist.get_rank() == 0 else 0):
-            step_once(run, 0, step)
-    return weights(run.model)
-
-
-def test_a_rank_without_any_batch_asks_for_what_the_others_ask() -> None:
-    first, second = ranks.launch(joined_alone, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        close(*found["uneven"])

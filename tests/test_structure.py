@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,28 +40,25 @@ ROOMS = [
     "engine",
     "engine/slots",
     "engine/context",
+    "engine/updates",
+    "engine/updates/hidden_momentum",
+    "engine/updates/adam_noise",
     "engine/stages",
+    "engine/updates/progress",
     "engine/bucket",
     "engine/plan",
     "engine/delivery",
-    "engine/gradient_norm",
     "engine/clock",
-    "engine/optimizer_steps",
-    "engine/user_clip",
-    "engine/changed_gradients",
-    "engine/update_sample",
-    "engine/origin",
-    "engine/taken_momentum",
-    "engine/acting_optimizer",
-    "engine/optimizer_view",
-    "engine/several_optimizers",
-    "engine/gradient_cut",
     "engine/reducer",
     "engine/state",
+    "engine/updates/steps",
+    "engine/updates/agreement",
+    "engine/updates/local_gradients",
+    "engine/updates/step_exchange",
     "engine/meeting",
-    "engine/kept_gradients",
-    "engine/last_exchange",
+    "engine/commits",
     "engine/phases",
+    "engine/announcement",
     "engine/session",
     "engine/modules",
     "engine/fragments",
@@ -82,7 +79,7 @@ ROOMS = [
 ]
 
 # Rooms of several rooms. Their own line stands for their __init__.
-SPLIT = ("core", "engine")
+SPLIT = ("core", "engine", "engine/updates")
 
 # The only files that import by a name that they make up.
 FINDS_ALGORITHMS, LOADS_DOORS, LOADS_MODELS = "spec.py", "__init__.py", "prediction/command.py"
@@ -102,8 +99,17 @@ def at(path: Path) -> str:
 
 
 def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "/".join(parts[:2]) if parts[0] in SPLIT and parts[1] != "__init__" else parts[0]
+    return inner_room(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def inner_room(parts: Sequence[str]) -> str:
+    """The room of a place: the innermost that is a room of its own."""
+    depth = 1
+    while "/".join(parts[:depth]) in SPLIT and len(parts) > depth and "/".join(parts[: depth + 1]) in ROOMS:
+        depth += 1
+    if "/".join(parts[:depth]) in SPLIT and len(parts) > depth and parts[depth] != "__init__":
+        depth += 1  # a file that has no room yet
+    return "/".join(parts[:depth])
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -127,9 +133,12 @@ def room_of(name: str) -> str | None:
         return "__init__"
     if parts[1] == "_native":
         return "native"
-    if parts[1] in SPLIT and "/".join(parts[1:3]) in ROOMS:
-        return "/".join(parts[1:3])
-    return parts[1] if parts[1] in ROOMS else "__init__"
+    if parts[1] not in ROOMS:
+        return "__init__"
+    depth = 2
+    while depth < len(parts) and "/".join(parts[1:depth]) in SPLIT and "/".join(parts[1 : depth + 1]) in ROOMS:
+        depth += 1
+    return "/".join(parts[1:depth])
 
 
 def rooms_above(path: Path, source: str) -> list[str]:
@@ -324,7 +333,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (19_165, 127), "scripts": (11_600, 96), "tests": (38_700, 282)}
+TOTALS = {"gradcomp": (16_700, 119), "scripts": (11_650, 97), "tests": (37_300, 277)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

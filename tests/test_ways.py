@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 10
 DENSE, EXACT, SPARSE = "dense", "topk:ratio=1,wire=exact", "topk:ratio=0.01"
+OF_GRADIENTS = f"{EXACT},feedback=false"  # for what acts on a mean gradient otherwise than on each rank's own
 Way = Callable[[str, str | None], Tensor]
 
 
@@ -52,16 +53,15 @@ def trained(door: str, spec: str | None, *, passes: int = 1, dynamic: bool = Fal
 
 
 def clipped(door: str, spec: str | None) -> Tensor:
-    """Clip the mean. With a residual each rank's own gradient would be clipped instead: tests/test_user_clip.py."""
-    run = made(door, f"{spec},feedback=false,momentum=0" if spec == EXACT else spec)
+    """Clip the mean, or each rank's own gradient where updates are exchanged (tests/test_user_clip.py)."""
+    run = made(door, OF_GRADIENTS if spec == EXACT else spec)
     for _ in range(STEPS):
         run.optimizer.zero_grad()
         run.backward()
         if door != DDP:
             run.optimizer.synchronize()
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        with warnings.catch_warnings(), nullcontext() if door == DDP else run.optimizer.skip_synchronize():
-            warnings.filterwarnings("ignore", message=".*were clipped to a norm")
+        with nullcontext() if door == DDP else run.optimizer.skip_synchronize():
             run.optimizer.step()
     return run.weights
 
@@ -111,11 +111,11 @@ def together(door: str, spec: str | None, left_out: int = 0) -> Tensor:
 
 
 def with_closure(door: str, spec: str | None) -> Tensor:
-    """Train with LBFGS, which asks for the gradient any number of times, but equally often on all ranks. Nothing is lost."""
+    """Train with LBFGS, which asks for the gradient several times in a step. Updates are exchanged once, after the last."""
     model = small_net.net(width=20)
-    if spec in (EXACT, SPARSE):
-        spec = DENSE if spec == EXACT else "half"
-    run = made(door, spec, model, inner=torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))
+    run = made(
+        door, OF_GRADIENTS if spec == EXACT else spec, model, inner=torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    )
     for _ in range(3):
         batch = next(run.data)
 
@@ -124,7 +124,7 @@ def with_closure(door: str, spec: str | None) -> Tensor:
             loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
             loss.backward()
             run.optimizer.synchronize()
-            return hvd.allreduce(loss.detach(), name="loss")
+            return loss.detach() if spec == SPARSE else hvd.allreduce(loss.detach(), name="loss")
 
         with run.optimizer.skip_synchronize():
             run.optimizer.step(closure)
@@ -193,7 +193,7 @@ def unused_everywhere() -> tuple[Tensor, Tensor]:
         run.optimizer.step()
     went = (left - run.residual()["part.weight"]).view_as(before)
     dist.all_reduce(went)
-    return (before - run.model.part.weight.detach()) / 0.02, went / dist.get_world_size()
+    return before - run.model.part.weight.detach(), went / dist.get_world_size()
 
 
 def program(door: str, names: list[str]) -> dict[Any, Any]:
@@ -217,11 +217,11 @@ def found(door: str, count: int) -> list[dict[Any, Any]]:
 def test_with_nothing_left_out_training_is_the_doors_own(door: str, count: int, name: str) -> None:
     for rank in found(door, count):
         theirs = rank[name, None]
-        for ours in (rank[name, spec] for spec in (DENSE, EXACT)):
-            if count == 2:  # a + b is b + a, whoever adds
-                assert torch.equal(theirs, ours)
-            else:  # three summands in another order: a rounding of 2^-24 each, in 10 steps
-                assert (theirs - ours).norm() <= 1e-6 * theirs.norm()
+        if count == 2:  # a + b is b + a, whoever adds
+            assert torch.equal(theirs, rank[name, DENSE])
+        # Three summands in another order, or weights whose differences are the updates: a rounding of 2^-24 each, in 10 steps.
+        for spec in (DENSE, EXACT):
+            assert (theirs - rank[name, spec]).norm() <= 1e-6 * theirs.norm()
 
 
 @every_case
@@ -233,8 +233,8 @@ def test_all_ranks_hold_the_same_weights_to_the_last_bit(door: str, count: int, 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_residual_of_an_unused_layer_still_arrives(count: int) -> None:
-    """DDP itself would drop it. Rounding: a sum of five float32 steps against one difference."""
+    """DDP itself would drop it. Rounding: four steps of float32 weights of up to 1/8 against one difference."""
     for own in found(DDP, count):
         came, expected = own["unused everywhere"]
         assert came.abs().sum() > 0
-        torch.testing.assert_close(came, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(came, expected, rtol=1e-3, atol=1e-7)

@@ -26,7 +26,7 @@ class Blocks(Rounded):
     group = 32
     may_round_twice = True
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"low": ["blocks"]}
-    suits: ClassVar[str] = "any optimizer and clip; a sixth of the bytes, at next to no loss"
+    suits: ClassVar[str] = "any training; a sixth of the bytes, at next to no loss"
 
     @property
     def traits(self) -> Traits:

@@ -21,7 +21,7 @@ class Orq(Quantiser):
 
     levels: int = levels_knob(3)
 
-    suits: ClassVar[str] = "AdamW; a nineteenth of the bytes"
+    suits: ClassVar[str] = "slow links, without a delay; a nineteenth of the bytes"
 
     @property
     def rule(self) -> RoundingRule:

@@ -25,7 +25,7 @@ class TopK(Compressor):
     wire: str = wire_knob()
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"high": ["topk"]}
-    suits: ClassVar[str] = "SGD with momentum, or slow links; a two-hundredth of the bytes"
+    suits: ClassVar[str] = "slow links, any optimizer but ZeRO; a two-hundredth of the bytes"
 
     @property
     def traits(self) -> Traits:

@@ -55,10 +55,11 @@ class ByLayer(Compressor):
 
     @property
     def traits(self) -> Traits:
-        """Return the largest momentum of all compressors, and the strongest need of learning rates."""
+        """Return the largest momentum of all compressors, and the strongest need of rates. One on updates takes all there."""
         every = [compressor.traits for compressor in self._all()]
         momentum, rates = max(each.momentum for each in every), max((each.rates for each in every), key=NEEDS.index)
-        return Traits(momentum=momentum, rates=rates, outermost=True)
+        acts_on_updates = any(each.acts_on_updates for each in every)
+        return Traits(momentum=momentum, rates=rates, acts_on_updates=acts_on_updates, outermost=True)
 
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         raise TypeError("ByLayer chooses compressors and has no exchange; call choose() for each layer")

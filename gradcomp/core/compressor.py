@@ -84,7 +84,7 @@ class Acc:
     Attributes:
         residual: The gradient plus the unsent entries of earlier steps, flat, in float32; after a step, the error.
         memory: Lends updates, and scratch to kernels.
-        mask: Notes which entries are sent, for momentum; None if no momentum needs it.
+        mask: Notes which entries are sent, for their ages; None if no momentum needs them.
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
@@ -110,8 +110,11 @@ class Traits:
         whole_model: It needs all layers in one bucket, so that its exchange does not overlap with backward.
         exact: Its updates are means, but for a rounding far below their noise: error feedback and a local momentum have no use.
         stock: Its exchange is the framework's own, of gradients as they are: a door may leave it to the framework.
-        coarse: Its rounding leaves so large an error that an optimizer without momentum in the exchange trains worse.
+        coarse: Its rounding leaves so large an error that an optimizer trains worse with gradients so rounded than where its
+            updates are: Adam's second moment then holds the error.
         fed_back: By default it has error feedback.
+        acts_on_updates: It acts on updates, after the optimizer's step, and not on gradients: something waits in a residual, or
+            it is coarse.
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.
         selects: It sends some entries in a step and leaves the others.
@@ -128,6 +131,7 @@ class Traits:
     stock: bool = False
     coarse: bool = False
     fed_back: bool = True
+    acts_on_updates: bool = False
     outermost: bool = False
     moments: bool = False
     selects: bool = False

@@ -29,23 +29,17 @@ class Delivery:
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
 
-    def _targets(self, bucket: Bucket) -> list[Tensor]:
+    def _targets(self, bucket: Bucket) -> Sequence[Tensor]:
         slots = self._slots[self._place[bucket.index]]
         return bucket.ordered_grads if slots[0].update is None else [each.update for each in slots if each.update is not None]
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
-        """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.
-
-        The residual gets the errors of casts to 16 bits with a loss scale: the step may then be taken back.
-        """
-        loss_scale = bucket.loss_scale
+        """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing."""
         update.is_wiped = kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
-            loss_scale=loss_scale,
-            residual=bucket.residual if bucket.keeps_residual and loss_scale is not None else None,
             verdict=self._verdict_of[bucket.layout.device][self._place[bucket.index]],
             step=step,
             wipes=update.source is not None,
@@ -54,10 +48,6 @@ class Delivery:
     def has_failed(self, step: int) -> bool:
         """Decide whether the last step has failed. This waits for the device."""
         return any(kernels.have_failed(own, step) for own in self._verdicts.values())
-
-    def successes(self, step: int) -> dict[torch.device, Tensor]:
-        """Return a number by device: 0.0 if the last step has failed, and 1.0 if not. This waits for nothing."""
-        return {device: (own.max() < 2 * step).float() for device, own in self._joined().items()}
 
     def _joined(self) -> dict[torch.device, Tensor]:
         """Return verdicts by device. Where there are several devices, they are the latest of all."""
@@ -81,6 +71,5 @@ class Delivery:
                     verdicts[bucket.layout.device],
                     self._place[bucket.index],
                     scale,
-                    loss_scale=bucket.loss_scale,
                     step=step,
                 )

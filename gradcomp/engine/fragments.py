@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.core.requests import Reduce
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.session import Session
 from gradcomp.networks import Answer, Connection
@@ -209,10 +208,3 @@ class LocalSession(Session):
     def _terms(self) -> dict[str, str]:
         assert isinstance(self.door, LocalDoor)
         return {**super()._terms(), "local steps": self.door.agreed}
-
-
-class NoOptimizer(OptimizerView):
-    """The view of no optimizer: the outer step is no step of a user's."""
-
-    def note_delivered(self, *arguments: Any) -> None:
-        """Do nothing: no step of a user's optimizer is to apply the updates."""

@@ -139,7 +139,7 @@ class Membership:
 
     def __init__(self, network: Connection):
         self._network = network
-        self._met_in: object = None  # the network's generation in which the ranks met last
+        self.met_in: object = None  # the network's generation in which the ranks met last
         self._ever_met = False
         self.owner = Owner()
         # Of the present meeting: the generation at its beginning, every rank's facts, and the rank to follow.
@@ -150,7 +150,7 @@ class Membership:
     @property
     def has_met(self) -> bool:
         """True if the ranks have met since the network was last initialised."""
-        return self._met_in is self._network.generation
+        return self.met_in is self._network.generation
 
     @property
     def place(self) -> Place | None:
@@ -168,7 +168,7 @@ class Membership:
 
     def part(self) -> None:
         """Make the ranks meet again before their next exchange."""
-        self._met_in = None
+        self.met_in = None
 
     def note_loaded(self, of: Place, ranks: int) -> None:
         """Note the owner of a residual that was loaded. ranks: of the state, if this rank's place is unknown."""
@@ -177,7 +177,7 @@ class Membership:
 
     def restore(self, owner: Owner) -> None:
         """Note the owner of a residual that replaced this rank's. The ranks then meet again."""
-        self.owner, self._met_in = owner, None
+        self.owner, self.met_in = owner, None
 
     def compare(self, terms: Mapping[str, str], steps: int, leader: int | None) -> Flow[tuple[int, bool]]:
         """Begin a meeting: wait for the other ranks, and check that all terms are equal, and no share of a residual is missing.
@@ -214,12 +214,12 @@ class Membership:
         if self.owner.scaled_for not in (0, size) and not sums:
             scale_state(reducer, size / self.owner.scaled_for)
         self.owner = Owner(Place(rank, size), size)
-        self._met_in, self._ever_met = self._generation, True
+        self.met_in, self._ever_met = self._generation, True
 
     def _share(self, reducer: Reducer) -> Flow[None]:
         """Compare the state that all ranks must share. All ranks adopt the leader's if it differs."""
         buckets = [bucket.save_shared() for bucket in reducer.buckets]
-        own = structure.write({"steps": reducer.steps_done, "buckets": buckets, "clips": reducer.view.save_clips()})
+        own = structure.write({"steps": reducer.steps_done, "buckets": buckets})
         host, digest = map(_number, (self._network.host.encode(), own))
         replies = yield from self._gather(torch.tensor([host, digest, len(own)]), "hosts")
         hosts, digests, sizes = zip(*[reply.tolist() for reply in replies], strict=True)
@@ -228,7 +228,6 @@ class Membership:
             reducer.steps_done = shared["steps"]
             for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
                 bucket.load_shared(theirs)
-            reducer.view.load_clips(shared["clips"])()
         self._network.hosts = tuple(hosts)
         self._network.meeting = f"{self._facts[0].name:x}"
 

@@ -18,15 +18,13 @@ from gradcomp.core.compressor import Acc, Compressor, Layout
 from gradcomp.core.requests import Reduce, Reply, Request, Requests, bytes_of
 from gradcomp.engine.bucket import check_type
 from gradcomp.engine.meeting import Flow, Membership
-from gradcomp.engine.optimizer_steps import listen
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.engine.stages.feedback import Feedback, with_feedback
 from gradcomp.engine.state import residual_views
-from gradcomp.engine.taken_momentum import Missed
+from gradcomp.engine.updates.steps import calling_scaler, listen, warn_user
 from gradcomp.exchanges.rounded import Rounded
 from gradcomp.native.memory import Memory
 from gradcomp.networks import Connection
@@ -45,9 +43,6 @@ _NOT_OVER_SHARDS = (
 
 # Seeds from one replica's to the next's: more than there are modules.
 SEEDS = 2**20
-
-# The reason why the optimizer's momentum is missed.
-_MISSED = Missed("the momentum stays the optimizer's here", "")
 
 
 class ModuleSlot(Slot):
@@ -152,7 +147,7 @@ class ModuleReducer(Reducer):
     the optimizer's step, the other modules' gradients are lost, as without compression, and what came from their residuals.
     """
 
-    def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, view: OptimizerView):
+    def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options):
         if compressor.traits.whole_model:
             raise ValueError(_WHOLE_MODEL.format(spec=compressor, others=slots.suited))
         if compressor.traits.rates == "needed":
@@ -166,10 +161,9 @@ class ModuleReducer(Reducer):
         chosen = {name: with_feedback(compressor.choose(name, slot.layer)) for name, slot in by_name.items()}
         fed = {name: each for name, each in chosen.items() if isinstance(each, Feedback)}
         # The layers of each array that stays. They are the same on all ranks, also on those that have nothing of a layer.
-        self._kept = {"residual": [n for n in fed if fed[n].feedback], "velocity": [n for n in fed if fed[n].set_momentum]}
-        super().__init__(compressor, by_name, network, options, view)
-        self.takes_momentum = False
-        self._is_told = isinstance(compressor, Feedback) and not compressor.takes_momentum
+        self._kept = [n for n in fed if fed[n].feedback or fed[n].set_momentum]
+        super().__init__(compressor, by_name, network, options, self._modules)
+        self._is_told = isinstance(compressor, Feedback) and not isinstance(compressor.momentum, str)
         self.scatter = self._scatter_of(compressor, axes, int(options.seed), slots.suited)
 
     def _scatter_of(self, compressor: Compressor, axes: Axes, seed: int, suited: str) -> Scatter | None:
@@ -183,12 +177,8 @@ class ModuleReducer(Reducer):
             raise ValueError(_NOT_OVER_SHARDS.format(spec=compressor, others=suited))
         return None
 
-    def _parts(self, compressor: Compressor) -> Mapping[str, int] | None:
-        return self._modules
-
-    @property
-    def keeps_residual(self) -> bool:
-        return bool(self._kept["residual"])
+    def _keeps_residual(self) -> bool:
+        return bool(self._kept)
 
     def scatter_gradients(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
         """Exchange a module's gradients over shards. See Scatter.run()."""
@@ -217,30 +207,26 @@ class ModuleReducer(Reducer):
 
     def start_all(self, scale: float = 1.0) -> None:
         """Start nothing: a module without gradients in a step exchanges nothing."""
-        self.clock.note_last_gradient()
+        if self.clock is not None:
+            self.clock.note_last_gradient()
 
     def _settle(self) -> None:
         """Settle nothing: each module's updates are settled already."""
 
+    @property
+    def delays_gradients(self) -> bool:
+        """True if the optimizer sees gradients that are late, sparse or coarse, and the spec does not say so."""
+        delayed = [bucket for bucket in self.buckets if bucket.keeps_residual or bucket.traits.coarse]
+        if any(bucket.feedback is None or isinstance(bucket.feedback.momentum, str) for bucket in delayed):
+            return True
+        return self.scatter is not None and self.scatter.compressor.traits.coarse and not self._is_told
+
     def arrays(self) -> dict[str, dict[str, Tensor]]:
         """Return the arrays that stay from step to step, by name and layer, as views. All ranks have the same, in order."""
-        views = {"residual": residual_views(self), "velocity": {}}
-        for bucket in self.buckets:
-            if bucket.velocity is not None:
-                views["velocity"] |= bucket.layout.views(bucket.velocity)
-        return {
-            array: {n: views[array].get(n, torch.empty(0, device=self.layers[n].device)) for n in names}
-            for array, names in self._kept.items()
-            if names
-        }
-
-    @property
-    def missed(self) -> Missed | None:
-        """The reason for a warning, where the optimizer sees gradients that are late, sparse or coarse, and no spec says so."""
-        every = [(bucket.keeps_residual or bucket.traits.coarse, bucket.takes_momentum) for bucket in self.buckets]
-        if self.scatter is not None:
-            every.append((self.scatter.compressor.traits.coarse, not self._is_told))
-        return _MISSED if any(costs and takes for costs, takes in every) else None
+        if not self._kept:
+            return {}
+        views = residual_views(self)
+        return {"residual": {n: views.get(n, torch.empty(0, device=self.layers[n].device)) for n in self._kept}}
 
     @property
     def exchanges(self) -> str:
@@ -263,32 +249,32 @@ class ModuleSession(Session):
     def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, door: Door):
         self._passes: set[int] = set()  # the backward passes of the step: checkpoints have passes within a pass
         self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
-        super().__init__(compressor, slots, network, options, door, OptimizerView(slots))
+        super().__init__(compressor, slots, network, options, door)
+        self._has_looked = False
         listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> ModuleReducer:
-        reducer = ModuleReducer(compressor, self.slots, self.network, self.options, self.view)
+        reducer = ModuleReducer(compressor, self.slots, self.network, self.options)
         reducer.observer = self._observer
         return reducer
 
-    def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        """Look for a GradScaler. Nothing else of the optimizer's concerns the exchange."""
-        if self.reducer.keeps_state:
-            self._scaler.look(_SCALED.format(spec=self.spec, others=self.slots.suited))
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> None:
+        """Look for a GradScaler, once. Nothing else of the optimizer concerns the exchange."""
+        if not self._has_looked and self.reducer.keeps_state and (scaler := calling_scaler()) is not None:
+            self._has_looked = True
+            if scaler.is_enabled():
+                warn_user(_SCALED.format(spec=self.spec, others=self.slots.suited))
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the optimizer keeps its momentum."""
 
-    def after_step(self) -> None:
-        """Do nothing."""
-
-    def begin(self, first: Slot | None = None) -> None:
+    def begin(self) -> None:
         """Begin a step with the first exchange of a backward pass. The end of the outermost pass ends it.
 
         A step that an error ended goes on in the next pass.
         """
         self._join_pass()
-        super().begin(first)
+        super().begin()
 
     def _join_pass(self) -> None:
         """Wait for the end of the backward pass under way, and of what torch queues there: modules may exchange in it."""

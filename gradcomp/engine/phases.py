@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from gradcomp.engine.slots import Slot
 
 _FAILED = (
@@ -13,55 +15,67 @@ _FAILED = (
     "exchanged, and entries that it had taken from the residual are lost. Start all ranks again from their last states"
 )
 _IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
-_WAITS = "{event} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
-_UNFINISHED = (
-    "backward() ended before all gradients were exchanged: layers that are frozen, or unused in some steps, need "
-    "find_unused_parameters=True"
-)
 
 
 class Phase(Enum):
     """A phase of a session: before the meeting of all ranks; between two steps; from a step's first gradient to its updates;
-    until the optimizer has applied updates that hold its momentum; after a step that failed.
+    after a step that failed.
     """
 
-    UNMET, IDLE, BACKWARD, DELIVERED, FAILED = "unmet", "idle", "backward", "delivered", "failed"
+    UNMET, IDLE, BACKWARD, FAILED = "unmet", "idle", "backward", "failed"
 
 
 # The phases in which an event is refused, and the message. A network that is initialised anew returns every session to UNMET.
-# A gradient leads to BACKWARD, the end of a step to IDLE or DELIVERED, the optimizer's step from DELIVERED to IDLE. A meeting
-# leads from UNMET to IDLE, an error in a step to FAILED, and load_state_dict() and a rollback from any phase to UNMET.
-# The optimizer's step ends a step in BACKWARD, and is refused there only at a door whose steps end in backward.
+# A gradient leads to BACKWARD, the end of a step to IDLE. A meeting leads from UNMET to IDLE, an error in a step to FAILED, and
+# load_state_dict() and a rollback from any phase to UNMET. Where updates are exchanged, all of it happens after the optimizer's
+# step, and a gradient leads nowhere.
 REFUSED: Mapping[str, Mapping[Phase, str]] = {
     "a gradient": {Phase.FAILED: _FAILED},
     "the end of a step": {Phase.FAILED: _FAILED},
-    "the optimizer's step": {Phase.FAILED: _FAILED, Phase.BACKWARD: _UNFINISHED},
-    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP, Phase.DELIVERED: _WAITS},
+    "the optimizer's step": {Phase.FAILED: _FAILED},
+    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
     "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
     "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
     "commit()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
 }
 
 
+def refuse(event: str, phase: Phase, reason: str, remedy: str) -> None:
+    """Raise an error if a phase refuses an event. reason: of a step that failed. remedy: ends the refusal after it."""
+    if (message := REFUSED[event].get(phase)) is not None:
+        raise RuntimeError(message.format(event=event, reason=reason) + (remedy if phase is Phase.FAILED else ""))
+
+
 @dataclass
 class Door:
     """A door: its messages for the user, and its kind of step.
 
-    name: for messages. unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice
-    for a user who trains without the exchange; empty: there is no warning. changed: lines for a user who changes gradients
-    before step(), after a colon. after_failure: ends the refusal of a step after one that failed, with a remedy beside a new
-    start. ends_in_backward: a step ends in backward, and not in the optimizer's step(). holds: gradients wait for the end of
-    the step if the ranks must meet first, since ranks hand them in in orders of their own.
+    name: for messages. unknown: the message for a gradient of no known parameter, with {shape} for its shape. after_failure:
+    ends the refusal of a step after one that failed, with a remedy beside a new start. holds: gradients wait for the end of the
+    step if the ranks must meet first, since ranks hand them in in orders of their own. has_optimizers: a spec that acts on
+    updates exchanges them after the steps of the user's optimizers. needs_gradients: a step without a gradient from the
+    framework is none of a training, and one whose backward pass has not ended yet ends it, and calls another one.
     """
 
     unknown: str = "a gradient of shape {shape} belongs to no known parameter"
-    unused: str = ""
-    changed: str = ""
     after_failure: str = ""
-    ends_in_backward: bool = False
     holds: bool = False
+    has_optimizers: bool = False
+    needs_gradients: bool = False
+    has_rates: bool = False
     name: str = ""
 
     def start_stock_allreduce(self, slot: Slot) -> None:
         """Start the stock framework's exchange of a gradient, for a door that hands gradients in before it knows who does."""
         raise RuntimeError(f"no exchange takes the gradient of {slot.name!r}: the door starts no stock exchange")
+
+    def discard(self) -> None:
+        """Forget the backward pass under way: the step was discarded."""
+
+    def calls_another(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether a step that begins calls another one of the same optimizer, and changes nothing before."""
+        return False
+
+    def adds_up(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Say whether an optimizer steps with the ranks' sum in place of their mean. None: the door does not know."""
+        return None

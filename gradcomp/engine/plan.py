@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +42,17 @@ class Plan(NamedTuple):
 
 
 def plan(
-    layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor, parts: Mapping[str, int] | None = None
+    layers: Mapping[str, Layer],
+    bucket_mb: float,
+    compressor: Compressor,
+    parts: Mapping[str, Hashable] | None = None,
+    wraps_all: bool = False,
 ) -> list[Plan]:
     """Group the layers into buckets of one compressor each, last layer first, since backward reaches it first.
 
     bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket may be larger if it holds one layer, or if its
     compressor needs the whole model; but no bucket has more than MOST_ENTRIES. Empty layers are left out.
-    parts: by layer; layers of different parts share no bucket.
+    parts: by layer; layers of different parts share no bucket. wraps_all: exact compressors get a residual, too.
     """
     given: Any = bucket_mb
     if not isinstance(given, numbers.Real) or not float(given) > 0:
@@ -56,7 +60,7 @@ def plan(
     if layers and (reason := compressor.misfit(list(layers))):
         warnings.warn(f"{compressor}: {reason}", stacklevel=2)
     buckets: list[tuple[Compressor, list[str]]] = []
-    last_of: dict[tuple[Compressor, torch.device, int], int] = {}
+    last_of: dict[tuple[Compressor, torch.device, Hashable], int] = {}
     sizes: dict[int, int] = {}
     for name in reversed(list(layers)):
         layer = layers[name]
@@ -82,13 +86,12 @@ def plan(
             f"{compressor} needs the whole model in one bucket, but the model has {sum(sizes.values())} entries, and a bucket "
             "must have fewer than 2^31; use a compressor, or knobs, that let each bucket go by itself"
         )
-    if compressor.traits.whole_model and len(buckets) > 1:
+    if compressor.traits.whole_model and len({device for _, device, _ in last_of}) > 1:
         raise ValueError(
             f"{compressor} needs the whole model in one bucket, but the model's layers are on several devices; move them to one"
         )
     wrapped = [with_feedback(chosen) for chosen, _ in buckets]
-    if any(isinstance(each, Feedback) and each.takes_momentum for each in wrapped):
-        # The optimizer's momentum can be taken over only for all layers.
+    if wraps_all:
         wrapped = [each if isinstance(each, Feedback) else Feedback(each, feedback=False) for each in wrapped]
     plans = []
     for compressor, (_, names) in zip(wrapped, buckets, strict=True):

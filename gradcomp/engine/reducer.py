@@ -7,37 +7,30 @@ different orders, and would then block each other.
 
 from __future__ import annotations
 
-import functools
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from gradcomp.core.compressor import Acc, Compressor
-from gradcomp.core.requests import Reply, Send, World, bytes_of
+from gradcomp.core.compressor import Compressor
+from gradcomp.core.requests import Gather, Reply, Send, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
-from gradcomp.engine.context import LayerRates, StepContext
+from gradcomp.engine.context import StepContext
 from gradcomp.engine.delivery import Delivery
-from gradcomp.engine.gradient_cut import GradientCut
-from gradcomp.engine.gradient_norm import GradientNorm
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.taken_momentum import Missed
-from gradcomp.native.extension import LARGEST
+from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
 
-# The reason why the momenta of several optimizers are missed by a compressor of the whole model.
-ONE_BUCKET = Missed(
-    "its only bucket has layers of several optimizers", "Write a spec that lets each bucket go by itself, such as topk"
-)
+# The size of buckets where the user leaves it open, in 10^6 bytes. Updates then travel in so many buckets, or fewer.
+BUCKET_MB, BUCKETS_OF_UPDATES = 25, 4
 # Seeds stay below this, so that kernels can add a bucket's number to one.
 LARGEST_SEED = 2**62
 
@@ -46,14 +39,11 @@ LARGEST_SEED = 2**62
 class Options:
     """The options that a door passes on from its user.
 
-    optimizer: the source of learning rates, or a list of several; momentum is taken over. scaler: the GradScaler of the loss.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
     their index. memory: the lender of scratch and updates, a new one by default.
     """
 
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
-    scaler: Any = None
-    bucket_mb: float = 25
+    bucket_mb: float = BUCKET_MB
     seed: int = 0
     memory: Memory | None = None
 
@@ -71,10 +61,11 @@ class Options:
 class Stats(TypedDict, total=False):
     """Figures of the last step on this rank. A compressor may add figures of its own.
 
-    exchanges: what the ranks exchange, in words. grad_norm: of this rank's own gradients before their exchange, in the last
-    step that measured it. health: of each bucket's residual, at the last measurement. steps: done. overlap: exchanges overlap
-    with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of
-    it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its
+    exchanges: what the ranks exchange, in words. grad_norm: of this rank's own gradients, in the last backward pass of an
+    exchange of updates; None for other exchanges. health: of each bucket's residual, at the last measurement. steps: done.
+    overlap: exchanges overlap with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network;
+    bytes_between_hosts: as much of it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first
+    step. auto: the choice, and its
     reason.
     """
 
@@ -91,105 +82,81 @@ class Stats(TypedDict, total=False):
     auto: dict[str, Any]
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+_NO_RANGE = nullcontext()
 
 
-def ranged(part: str) -> Callable[[Method], Method]:
-    """Decorate a method that does a part of a bucket's step: a profiler's trace then shows its range, under this name.
-
-    torch.profiler and torch.autograd.profiler.emit_nvtx() set the flag. Without it, a record_function costs microseconds.
-    """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: Any, bucket: Bucket, *arguments: Any) -> Any:
-            if not profiler._is_profiler_enabled:
-                return method(self, bucket, *arguments)
-            with profiler.record_function(f"gradcomp::{part} (bucket {bucket.index})"):
-                return method(self, bucket, *arguments)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
+def _range(part: str, bucket: Bucket) -> Any:
+    """Make a range, of a part of a bucket's step, in a profiler's trace."""
+    return profiler.record_function(f"gradcomp::{part} (bucket {bucket.index})")
 
 
 class Reducer:
     """All buckets of one model on one rank.
 
-    slots: by the layers' names. view: of the optimizer. observer: telemetry's, which looks at every step; None for none.
+    slots: by the layers' names. parts: by layer; the buckets of a part are exchanged together, and fail together. None: one
+    part. on_updates: buckets exchange the progress of their weights. observer, clock: telemetry's, and the seconds that it
+    reads; None for none. layer_rates: the learning rates by layer, if they are known.
     """
 
     def __init__(
-        self, compressor: Compressor, slots: Mapping[str, Slot], network: Network, options: Options, view: OptimizerView
+        self,
+        compressor: Compressor,
+        slots: Mapping[str, Slot],
+        network: Network,
+        options: Options,
+        parts: Mapping[str, Hashable] | None = None,
+        on_updates: bool = False,
     ):
-        self.network, self.slots, self.view = network, slots, view
+        self.network, self.slots, self.parts, self.on_updates = network, slots, parts, on_updates
         self.layers = {name: slot.layer for name, slot in slots.items()}
         self.observer: Any = None
-        need = compressor.traits.rates
-        if need == "needed" and view.rates() is None:
-            raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
-        self._uses_rates, self._rates_noted = need != "unused", False
-        self._rates: LayerRates | None = None  # of the last exchange
+        self.clock: StepClock | None = None
+        self.rates_need = compressor.traits.rates
+        self.layer_rates: Mapping[str, float] | None = None
         self.memory = options.memory or Memory()
-        self._norm, self._cut = GradientNorm(self.memory), GradientCut(view, network, self.memory)
-        seed = int(options.seed)
-        parts = self._parts(compressor)
-        planned = plan(self.layers, options.bucket_mb, compressor, parts)
-        self.buckets = [Bucket(i, *each, seed=seed + i) for i, each in enumerate(planned)]
-        self._layouts = [bucket.layout for bucket in self.buckets]
-        # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
-        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets) and (
-            parts is not None or len(view.parts) == 1
-        )
+        seed, bucket_mb = int(options.seed), options.bucket_mb
+        if on_updates and bucket_mb == BUCKET_MB:  # a bucket ends before the layer that it has no room for
+            largest = max((layer.size for layer in self.layers.values()), default=0)
+            bucket_mb = max(bucket_mb, self.bytes_dense / 1e6 / BUCKETS_OF_UPDATES + 4e-6 * largest)
+        planned = plan(self.layers, bucket_mb, compressor, parts, wraps_all=on_updates)
+        self.buckets = [
+            Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
+            for i, each in enumerate(planned)
+        ]
+        self.keeps_residual = self._keeps_residual()
+        # Where a frozen layer's zeros share groups with other entries, or its residual waits.
+        self._rounds_or_keeps = any(bucket.feedback is not None for bucket in self.buckets)
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
-        # Equal gradients have equal updates in every exchange, but for the rounding of sums.
-        self.repeats = not self.keeps_state and all(bucket.traits.exact for bucket in self.buckets)
-        # An optimizer applies, or skips, the updates of its buckets as one: each has a delivery for them.
+        # A step applies, or skips, the updates of a part as one: each part has a delivery for them.
         self._part_of = [parts[bucket.layout.names[0]] if parts else 0 for bucket in self.buckets]
         self._groups = {
             n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
         }
-        self.deliveries = {n: Delivery(buckets, slots) for n, buckets in self._groups.items()}
+        self.deliveries = {n: Delivery(buckets, slots) for n, buckets in self._groups.items()} if not on_updates else {}
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
-        self.clock = StepClock()
         self._context: StepContext | None = None  # of the step under way
-        self.generation = view.generation
 
-    def _parts(self, compressor: Compressor) -> Mapping[str, int] | None:
-        """Number the parts of a model by layer. No bucket has layers of two, and their updates fail apart. None: one part.
-
-        A momentum is one optimizer's. A compressor that needs all layers in one bucket leaves it to the optimizers.
-        """
-        divides = len(self.view.parts) > 1 and not compressor.traits.whole_model
-        return {name: self.view.part_of(name) for name in self.slots} if divides else None
+    def watch(self, observer: Any) -> None:
+        """Tell an observer of all steps; None for no longer."""
+        self.observer, self.clock = observer, None if observer is None else self.clock or StepClock()
 
     @property
-    def keeps_residual(self) -> bool:
+    def given_momentum(self) -> Momentum | None:
+        """The momentum that the spec sets in place of the optimizers'."""
+        found = [each.feedback.given_momentum for each in self.buckets if each.feedback is not None]
+        return next((each for each in found if each is not None), None)
+
+    def _keeps_residual(self) -> bool:
         """True if unsent entries of any bucket stay from step to step."""
         return any(bucket.keeps_residual for bucket in self.buckets)
 
     @property
     def exchanges(self) -> str:
         """Describe what the ranks exchange."""
-        if self.takes_momentum or (missed := self.missed) is None:
-            return self.view.exchanges(self.takes_momentum)
-        return f"gradients, since {missed.reason}"
-
-    @property
-    def misses_any(self) -> bool:
-        """True if a momentum that is not taken over costs accuracy: with a residual, or coarse rounding."""
-        costs = self.keeps_residual or any(bucket.traits.coarse for bucket in self.buckets)
-        return costs and all(bucket.takes_momentum for bucket in self.buckets)
-
-    @property
-    def missed(self) -> Missed | None:
-        """The reason why the optimizer's momentum is missed, if that costs accuracy."""
-        if not self.misses_any:
-            return None
-        return self.view.missed if self.takes_momentum or self.view.has_no_momentum else ONE_BUCKET
+        return "updates" if self.on_updates else "gradients"
 
     def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
         """Note a layer's gradient, by default the slot's. See ready_all()."""
@@ -209,7 +176,8 @@ class Reducer:
                 continue
             known = bucket.grads
             if not known:
-                self.clock.note_gradient()
+                if self.clock is not None:
+                    self.clock.note_gradient()
             elif name in known:
                 raise RuntimeError(
                     f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
@@ -218,16 +186,9 @@ class Reducer:
             if bucket.streams.has_streams:
                 bucket.streams.note()
             if len(known) == bucket.count:
-                self.clock.note_full_bucket(len(self.buckets))
-                # Where the user clips, the norm of all gradients comes first: no bucket has begun the step.
-                if self._context is not None or not self.view.clips:
-                    self._start(bucket)
-
-    def note_unused(self, names: Iterable[str]) -> None:
-        """Note layers that this rank has not used in this step. Gradients of zeros come for them."""
-        for name in names:
-            if (bucket := self._bucket_of[name]) is not None:
-                bucket.unused.add(name)
+                if self.clock is not None:
+                    self.clock.note_full_bucket(len(self.buckets))
+                self._start(bucket)
 
     def start_all(self, scale: float = 1.0) -> None:
         """Start every bucket that has not started. A layer without a gradient gets one of zeros.
@@ -235,7 +196,8 @@ class Reducer:
         scale: the gradients are then scale times the mean update.
         """
         self.scale = scale
-        self.clock.note_last_gradient()
+        if self.clock is not None:
+            self.clock.note_last_gradient()
         for bucket in self.buckets:
             if not bucket.has_started:
                 self._start(bucket)
@@ -245,87 +207,91 @@ class Reducer:
 
         Return False once every update is delivered.
         """
-        running = [bucket for bucket in (self.buckets if buckets is None else buckets) if bucket.answer is not None]
-        for bucket in running:
+        goes_on = False
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.answer is None:
+                continue
             if bucket.streams.has_streams:
                 bucket.streams.join()
-            asked, reply = time.perf_counter(), self._wait(bucket)
-            replied = self.clock.note_reply(asked)
-            self._add(bucket, reply)
-            self.clock.note_encoded(replied)
-        return bool(running)
+            asked = time.perf_counter()
+            with _range("exchange", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
+                reply = bucket.answer()
+            replied = asked if self.clock is None else self.clock.note_reply(asked)
+            with _range("add", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
+                self._resume(bucket, reply)
+            if self.clock is not None:
+                self.clock.note_encoded(replied)
+            goes_on |= bucket.answer is not None
+        return goes_on
 
     def finish(self, scale: float = 1.0) -> None:
         """Finish all exchanges of the step. The gradients are then scale times the mean update."""
-        self.start_all(scale)
+        self.scale = scale
+        for bucket in self.buckets:
+            if not bucket.has_started:
+                self.start_all(scale)
+                break
         while self.advance():
             pass
         self.end_step()
-        self.conclude()
+        if self.observer is not None:
+            self.conclude()
 
     def conclude(self) -> None:
         """Wait for the replies that the observer has asked for, outside the step's time."""
         if self.observer is not None:
             self.observer.conclude()
-        self.clock.restart()
+        if self.clock is not None:
+            self.clock.restart()
+
+    def run(self, buckets: Sequence[Bucket], scale: float = 1.0) -> None:
+        """Exchange the progress of the weights of these buckets. They move by scale times the mean."""
+        self.scale = scale
+        if self.clock is not None:
+            self.clock.note_gradient()
+            self.clock.note_last_gradient()
+        for bucket in buckets:
+            self._start(bucket)
+        while self.advance(buckets):
+            pass
+        self.end_step()
+        if self.observer is not None:
+            self.conclude()
 
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
-        self._settle()
-        self._rates, self._rates_noted = None if self._context is None else self._context.layer_rates, False
+        if self.keeps_residual and self.deliveries:
+            self._settle()
+        for bucket in self.buckets:
+            if bucket.has_started or bucket.grads:
+                bucket.forget_grads()
         self._context = None
-        if self._norm.measures:
-            self._norm.end_step()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
-        self.clock.note_encoded(delivered)
-        self.clock.note_end()
+        if self.clock is not None:
+            self.clock.note_encoded(delivered)
+            self.clock.note_end()
         if self.observer is not None:
             self.observer.step_done(self)
 
     def _settle(self) -> None:
         """Settle the step's updates: take them back if the step failed."""
-        for part, buckets in self._groups.items():
-            delivery = self.deliveries[part]
-            delivery.add_back(buckets, self.scale, self._step)
-            if self.takes_momentum or self.keeps_state:
-                self.view.note_delivered(buckets, delivery, self._step)
-        for bucket in self.buckets:
-            bucket.forget_grads()
+        for part, delivery in self.deliveries.items():
+            delivery.add_back(self._groups[part], self.scale, self._step)
 
     def has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""
         return any(each.has_failed(self._step - 1) for each in self.deliveries.values())
 
-    def selects(self, slot: Slot) -> bool:
-        """Say whether a layer gets an update only of its own entries. Otherwise zeros may be rounded to something."""
-        bucket = self._bucket_of[slot.name]
-        return bucket is not None and bucket.traits.selects
-
-    def take_back(self, slot: Slot, update: Tensor) -> None:
-        """Add a layer's update, which nobody is to apply, back to its residual, if that stays and the step has not failed."""
-        bucket = self._bucket_of[slot.name]
-        if bucket is None or not bucket.keeps_residual or self.has_failed():
-            return
-        loss_scale, residual = self.view.loss_scale_on(update.device), bucket.layout.views(bucket.residual)[slot.name]
-        residual.add_(update / (self.scale if loss_scale is None else self.scale * loss_scale)).clamp_(-LARGEST, LARGEST)
-
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
-        self.clock.note_last_gradient()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent = self.bytes_between_hosts = sent
-        self.clock.note_end()
-
-    def note_rates(self) -> None:
-        """Note the rates that the optimizer steps with: they were unknown in the last exchange, or may be set after it."""
-        if self._rates_noted or not self._uses_rates or (rates := self.view.rates()) is None:
-            return
-        self._rates_noted, is_linear = True, self.view.is_linear
-        for bucket in self.buckets if rates is not self._rates else ():
-            bucket.note_rates(rates.of(bucket.layout.names), is_linear)
+        if self.clock is not None:
+            self.clock.note_last_gradient()
+            self.clock.note_end()
 
     def abort(self) -> None:
         """Discard the running step after a failure of the network."""
@@ -337,57 +303,38 @@ class Reducer:
             bucket.forget_grads()
         self._context = None
         self._step += 1  # its verdicts are not the next step's
-        self.clock = StepClock()
+        self.watch(self.observer)
         if self.observer is not None:
+            self.clock = StepClock()
             self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
         began = time.perf_counter()
         bucket.has_started = True
-        bucket.complete()
+        if bucket.streams.has_streams or (len(bucket.grads) < bucket.count and not bucket.of_weights):
+            bucket.complete()
         context = self._context or self._begin_step()
-        self._select(bucket, self._accumulate(bucket, context), context.world)
-        self.clock.note_encoded(began)
+        with _range("accumulate", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
+            if self.observer is not None:
+                self.observer.before(bucket)
+            acc = bucket.collect(context)
+            if self.observer is not None:
+                self.observer.collected(bucket)
+        with _range("select", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
+            bucket.round, bucket.running = 0, bucket.exchange(acc, context.world)
+            self._resume(bucket, None)
+        if self.clock is not None:
+            self.clock.note_encoded(began)
 
     def _begin_step(self) -> StepContext:
         """Begin a step with its first bucket. Return the context of all its buckets."""
-        layouts, world = self._layouts, self.network.world
-        context = self._context = self.view.context(layouts, self.memory, world, self._uses_rates, self.takes_momentum)
-        self._begin_anew(context.generation)
-        self._norm.begin_step((self.takes_momentum or self.keeps_state) and self.view.looks_for_clip)
-        if self.view.clips:  # all gradients are there
-            for each in self.buckets:
-                each.complete()
-            self._cut.cut(self.buckets, context)
-        return context
-
-    def _begin_anew(self, generation: tuple[int, int]) -> None:
-        """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""
-        before, self.generation = self.generation, generation
-        if generation != before:
-            for bucket in self.buckets:
-                bucket.forget(moments_only=generation[0] == before[0])
-
-    @ranged("accumulate")
-    def _accumulate(self, bucket: Bucket, context: StepContext) -> Acc:
-        if self.observer is not None:
-            self.observer.before(bucket)
-        if self._norm.measures:
-            bucket.squares = self._norm.add(bucket, context.loss_scale(bucket.layout.device))
-        acc = bucket.collect(context)
-        if self.observer is not None:
-            self.observer.collected(bucket)
-        return acc
-
-    @ranged("select")
-    def _select(self, bucket: Bucket, acc: Acc, world: World) -> None:
-        bucket.round, bucket.running = 0, bucket.exchange(acc, world)
-        self._resume(bucket, None)
-
-    @ranged("exchange")
-    def _wait(self, bucket: Bucket) -> Reply:
-        assert bucket.answer is not None
-        return bucket.answer()
+        rates, frozen = None if self.rates_need == "unused" else self.layer_rates, frozenset[str]()
+        if self._rounds_or_keeps:
+            frozen = frozenset(
+                [n for n, each in self.slots.items() if each.parameter is not None and not each.parameter.requires_grad]
+            )
+        self._context = StepContext(self.memory, self.network.world, rates, frozen)
+        return self._context
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None
@@ -401,20 +348,26 @@ class Reducer:
                 ) from None
             if self.observer is not None:
                 self.observer.delivered(bucket, end.value)
-            self._deliver(bucket, end.value)
-            self.memory.give_back(end.value)
+            with _range("deliver", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
+                if bucket.progress is not None and not bucket.of_weights:
+                    bucket.progress.return_rest()
+                self._deliver(bucket, end.value)
+            if end.value.source is not None:
+                self.memory.give_back(end.value)
         else:
-            self._sent += (sent := bytes_of(request))
+            sent = request.payload.bytes.numel() if isinstance(request, Gather) else bytes_of(request)
+            self._sent += sent
             is_send = isinstance(request, Send)  # which alone names its receivers
             self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host) if is_send else sent
-            self.clock.note_request()
+            if self.clock is not None:
+                self.clock.note_request()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
 
-    _add = ranged("add")(_resume)
-
-    @ranged("deliver")
     def _deliver(self, bucket: Bucket, update: Update) -> None:
+        if bucket.of_weights and bucket.progress is not None:
+            bucket.progress.deliver(update, self.scale)
+            return
         self.deliveries[self._part_of[bucket.index]].write(bucket, update, self.scale, self._step)
 
     @property
@@ -428,11 +381,11 @@ class Reducer:
         own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
         stats: Stats = {
             "exchanges": self.exchanges,
-            "grad_norm": self._norm.asked(),
+            "grad_norm": None,
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
-            "overlap": not (self.view.clips or any(bucket.traits.whole_model for bucket in self.buckets)),
+            "overlap": not (self.on_updates or any(bucket.traits.whole_model for bucket in self.buckets)),
             "bytes_dense": dense,
             "bytes_sent": self.bytes_sent,
             "bytes_between_hosts": self.bytes_between_hosts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,39 +13,31 @@ from torch import Tensor
 from gradcomp import _version
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
-from gradcomp.engine.changed_gradients import GradientSample
-from gradcomp.engine.last_exchange import TRIAL, LastExchange
+from gradcomp.engine.announcement import Announcement, of_updates
+from gradcomp.engine.commits import Commits
 from gradcomp.engine.meeting import Flow, Membership, Snapshot, run
-from gradcomp.engine.optimizer_steps import Announcement, MissingExchange, UnknownScaler, listen
-from gradcomp.engine.optimizer_view import OptimizerView
-from gradcomp.engine.phases import REFUSED, Door, Phase
+from gradcomp.engine.phases import Door, Phase, refuse
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.several_optimizers import view_of
 from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.updates.step_exchange import StepExchange, deliver_residuals
+from gradcomp.engine.updates.steps import ignore, listen
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
 
 
 class Session:
-    """One model's exchanges on one rank. reducer: of the present compressor.
+    """One model's exchanges on one rank. reducer: of the present compressor. turns: auto's Chooser, or None.
 
-    view: of the optimizer; simulated ranks share one, and one of them listens to its steps. turns: auto's Chooser, or None.
+    updates: what is known of the user's optimizers, where the door has any. sums: updates are sums over the ranks, not means.
+    has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass. lags:
+    other ranks step, and this one has no batch.
     """
 
     reducer_class: type[Reducer] = Reducer
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        slots: Slots,
-        network: Connection,
-        options: Options,
-        door: Door,
-        view: OptimizerView | None = None,
-    ):
+    def __init__(self, compressor: Compressor, slots: Slots, network: Connection, options: Options, door: Door):
         self.slots, self.network, self.options, self.door = slots, network, options, door
-        self.view: OptimizerView = view or view_of(slots, options.optimizer, options.scaler)
         self.turns, self._observer = None, None  # type: Any, Any  # the second is telemetry's
         self._by_name = {slot.name: slot for slot in slots.slots}
         self._membership = Membership(network)
@@ -54,62 +45,50 @@ class Session:
         self._failure: tuple[object, str] | None = None  # the generation in which a step failed, and the error's text
         self._held: dict[str, Slot] = {}
         self._stock: torch.dtype | None = None
-        self._sample = GradientSample(len(slots.slots), door.changed)
-        self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
-        self.last, self.announcement = LastExchange(slots, self.view, TRIAL if view is None else 0), Announcement()
-        # Ranks may differ by one commit where one of them fails while the others commit.
-        self._commits: deque[Snapshot] = deque(maxlen=2)
+        self.has_gradients = self.has_unchecked_gradients = self.lags = self.sums = False
+        self._commits, self._announcement = Commits(), Announcement(door, network)
+        self.updates = updates = StepExchange(slots, network)
+        self.show, self.hide, self.note_loaded = updates.show, updates.hide, updates.note_loaded  # called by steps.py
         self._install(self._make_reducer(compressor), compressor)
-        if view is None:
-            listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        self.view.check_momentum(compressor)
-        reducer = self.reducer_class(compressor, self._by_name, self.network, self.options, self.view)
-        reducer.observer = self._observer
+        on_updates = self.door.has_optimizers and compressor.traits.acts_on_updates
+        if compressor.traits.rates == "needed" and not (on_updates or self.door.has_rates):
+            raise ValueError(f"{compressor} needs the learning rates: pass optimizer=, or let it keep a residual")
+        parts = self.updates.parts if on_updates else None
+        reducer = self.reducer_class(compressor, self._by_name, self.network, self.options, parts, on_updates)
+        reducer.watch(self._observer)
         return reducer
 
     def _install(self, reducer: Reducer, compressor: Compressor) -> None:
-        """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
-        self.last.settle()
-        self.reducer, self.compressor, self._stock, self.announcement.due = reducer, compressor, None, True
-        if not reducer.takes_momentum:
-            self.view.leave()
-
-    # The phase.
+        """Continue with a reducer."""
+        self.reducer, self.compressor, self._stock = reducer, compressor, None
+        self._given_momentum = reducer.given_momentum
+        self.updates.forget()
+        (listen if reducer.on_updates else ignore)(self)  # an exchange of gradients looks at no optimizer
 
     @property
     def phase(self) -> Phase:
-        """The present phase. This waits for a device if an update waits for the optimizer."""
-        here = self.network.generation
-        if self._failure is not None and self._failure[0] is here:
+        if self._failure is not None and self._failure[0] is self.network.generation:
             return Phase.FAILED
         if self._step_in is not None:
             return Phase.BACKWARD
-        if self.view.update_waits:
-            return Phase.DELIVERED
         return Phase.IDLE if self.has_met else Phase.UNMET
 
     def refuse(self, event: str) -> None:
         """Raise an error if the present phase refuses an event."""
-        phase = self.phase
-        if (message := REFUSED[event].get(phase)) is None:
-            return
-        reason = "" if self._failure is None else self._failure[1]
-        remedy = self.door.after_failure if phase is Phase.FAILED else ""
-        raise RuntimeError(message.format(event=event, reason=reason) + remedy)
+        refuse(event, self.phase, "" if self._failure is None else self._failure[1], self.door.after_failure)
 
     @property
     def has_met(self) -> bool:
         """True if the ranks have met since the network was last initialised."""
-        return self._membership.has_met
+        return self._membership.met_in is self.network.generation
 
     def failed(self, error: BaseException) -> BaseException:
         """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
         self._membership.part()
         self._discard_step()
         self._failure = self.network.generation, f"{type(error).__name__}: {error}"
-        self.view.note_exchange()  # its steps are refused from now on, also before the first exchange
         return error
 
     def recover(self) -> None:
@@ -119,13 +98,14 @@ class Session:
 
     def _discard_step(self) -> None:
         """Discard the step under way. The entries that it has taken from the residual are lost."""
-        self.last.settle()
         self.reducer.abort()
-        self._sample.discard()
+        self.updates.discard()
         self._held.clear()
         self._step_in = None
+        self.has_gradients = self.has_unchecked_gradients = False
+        self.door.discard()
 
-    # A step.
+    # A step that exchanges gradients.
 
     @property
     def spec(self) -> str:
@@ -134,11 +114,7 @@ class Session:
     @property
     def stock(self) -> torch.dtype | None:
         """The widest type in which the stock framework is to exchange gradients. None: the session does, or ranks must meet."""
-        return self._stock if self._stock is not None and not self.is_watched and self.has_met else None
-
-    @property
-    def _turn_is_due(self) -> bool:
-        return self.turns is not None and self.turns.due
+        return self._stock if self._stock is not None and self._observer is None and self.has_met else None
 
     def slot(self, parameter: Tensor) -> Slot:
         """Find the slot of a parameter. Refuse an unknown parameter."""
@@ -146,52 +122,51 @@ class Session:
             raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
         return slot
 
-    def begin(self, first: Slot | None = None) -> None:
-        """Begin a step, or go on with it. first: the slot of its first gradient, if it is known."""
-        here = self.network.generation
-        if self._step_in is here:
+    def begin(self) -> None:
+        """Begin a step, or go on with it."""
+        if self._step_in is (here := self.network.generation):
             return
         if self._failure is not None:
             self.refuse("a gradient")
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
-        self.last.begin(self.turns or (None if self.reducer.repeats else self.compressor), first)
-        if not self.door.holds:
+        if self.turns is not None and not (self.door.holds or self.reducer.on_updates):
             self._take_turn()
-        self._step_in = here
-        self.view.note_exchange()
-        if self.stock is not None:
+        self.has_gradients = self.has_unchecked_gradients = True
+        if not self.reducer.on_updates:
+            self._step_in = here
+        if self._stock is not None and self.reducer.clock is not None:
             self.reducer.clock.note_gradient()
 
     def ready(self, slot: Slot) -> None:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange."""
-        holds = self.door.holds and (not self.has_met or self._turn_is_due)
-        if self._step_in is not self.network.generation:
-            self.begin(slot)
-        if holds or self.stock is None:  # the stock framework writes sums into the gradient
-            self._sample.keep(slot)
-        if holds:
+        here = self.network.generation
+        if self._step_in is not here:
+            self.begin()
+        has_met = self._membership.met_in is here
+        if self.door.holds and (not has_met or (self.turns is not None and self.turns.due)):
             self._held[slot.name] = slot
-        else:
+        elif not self.reducer.on_updates:
+            if not has_met:
+                self.meet()
             self._hand_over(slot)
 
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note several complete gradients of a step that has begun."""
-        self.meet()
+        if self._membership.met_in is not self.network.generation:
+            self.meet()
         try:
-            self.last.keep(self.reducer, slots)
             self.reducer.ready_all(slots, grads)
         except BaseException as error:
             self.failed(error)
             raise
 
     def _hand_over(self, slot: Slot) -> None:
-        self.meet()
         try:
-            if self.stock is None:
-                self.last.keep(self.reducer, (slot,))
-                self.reducer.ready(slot)
+            if self._stock is None or self.stock is None:
+                self.slots.are_read = True
+                self.reducer.ready_all((slot,), (slot.read(),))
             else:
                 self.door.start_stock_allreduce(slot)
         except BaseException as error:
@@ -204,38 +179,41 @@ class Session:
             self.refuse("the end of a step")
         if self._step_in is None:
             return
-        self._release()
-        if self.stock is None:
-            with self._noting_failure():
+        if self._held:
+            self._release()
+            if self._step_in is None:  # a turn has led to an exchange of updates
+                return
+        if self._stock is None or self.stock is None:
+            try:
                 self.reducer.finish(scale)
-            self.last.end(self.reducer, watches=not self.door.ends_in_backward)
-        self._end_step(scale)
+            except BaseException as error:
+                self.failed(error)
+                raise
+        else:
+            self.reducer.note_stock_step(self.slots.bytes_in(self._stock))
+        self._step_in = None
+        if self.slots.are_read:
+            self.slots.close()
+        if self.turns is not None:
+            self.turns.note_step()
+        if self._announcement.is_due:
+            self._announcement.say(self.spec, "exchanges gradients", self.turns)
 
     def _release(self) -> None:
         """Hand over the gradients that were held until the ranks have met."""
-        with self._noting_failure():
-            self._sample.check()
-        if self._held:
-            self.meet()
-            self._take_turn()
+        self.meet()
+        self._take_turn()
         held, self._held = self._held, {}
+        if self.reducer.on_updates:
+            self._step_in = None
+            return
         for slot in held.values():
             self._hand_over(slot)
 
-    def _end_step(self, scale: float) -> None:
-        if self.stock is not None:
-            self.reducer.note_stock_step(self.slots.bytes_in(self.stock))
-        elif self.network.world.size > 1:  # the scale is 1 for a mean, and for one rank it says nothing
-            self.view.sums = scale != 1.0
-        self._step_in = None
-        self.slots.close()
-        if self.turns is not None:
-            self.turns.note_step()
-
     def _take_turn(self) -> None:
-        if self._turn_is_due:
+        if self.turns is not None and self.turns.due:
             self.meet()
-            if self.turns is not None and self.turns.due:  # the meeting may have restarted them
+            if self.turns.due:  # the meeting may have restarted them
                 with self._noting_failure():
                     self.turns.take()
 
@@ -248,36 +226,65 @@ class Session:
             self.failed(error)
             raise
 
-    # The optimizer's step. optimizer_steps calls these three.
+    # A step that exchanges updates. steps.py calls before() and after() around the steps of all optimizers.
 
-    def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
-        """Check an optimizer that is about to step. has_closure: it may call a closure, and that several times."""
-        if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor), has_closure):
-            self.announcement.look_at_copies(self, optimizer)
+    def end_local_backward(self) -> Tensor | None:
+        """End a backward pass whose gradients stay this rank's own. Return 0 if all ranks' are finite, otherwise NaN.
+
+        None where nothing needs to be said: on one rank, or in a closure of a step, whose calls are each rank's own.
+        """
+        if self._failure is not None:
+            self.refuse("the end of a step")
+        self.has_unchecked_gradients = False
+        self.meet()
+        with self._noting_failure():
+            return self.updates.end_backward(self.reducer.steps_done)
+
+    def step_with_others(self) -> None:
+        """Take part in the exchanges of other ranks' steps: those that followed this rank's last backward pass."""
+        for optimizer in self.updates.take_stepped():
+            self.before(optimizer)
+            self.after(optimizer)
+
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> None:
+        """Begin a step of any optimizer. has_closure: gradients may come within the step."""
+        if not self.network.ready:
+            return
+        waits = self.has_unchecked_gradients or not (self.has_gradients or has_closure)
+        if self.door.needs_gradients and (waits or self.door.calls_another(optimizer)):
+            return
+        if (trained := self.updates.find_stepping(optimizer, self._given_momentum)) is None:
             return
         if self._failure is not None:
             self.refuse("the optimizer's step")
-        if self._step_in is not None and self.door.ends_in_backward:
-            with self._noting_failure():
-                self.refuse("the optimizer's step")
-        self.reducer.note_rates()
-        if keeps_state := self.reducer.keeps_state or self.view.taken:
-            self._scaler.look()
-        self.view.refuse_misuse(optimizer, keeps_state)
-        self.announcement.look(self)
+        if self._membership.met_in is not self.network.generation:
+            self.meet()
+        try:
+            if trained.reducer is not self.reducer:
+                self.sums = self.updates.adds_up(optimizer, trained, self.door.adds_up(optimizer), self.sums)
+                if self.updates.parts != self.reducer.parts:  # an optimizer is new
+                    self.reducer = state.regroup(self.reducer, self._make_reducer(self.compressor))
+            self.updates.begin(optimizer, trained, self.reducer)
+        except BaseException as error:
+            self.failed(error)
+            raise
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the momentum out of an optimizer that is about to step. A step() that synchronizes before calls another one."""
-        if self._step_in is None and (self.last.is_nested or self.view.steps_at_once(optimizer)):
-            self.view.before_step(optimizer)
-        if self.door.unused:
-            self._missing.before_step(optimizer, self.compressor)
-
-    def after_step(self) -> None:
-        """Show the optimizer's values again."""
-        self.view.show()
-        self._missing.after_step()
-        self.last.leave_step()
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange the updates of an optimizer that has stepped."""
+        trained = self.updates.find(optimizer, self._given_momentum)
+        if trained is None or not trained.has_begun:
+            return
+        try:
+            self.updates.end(optimizer, trained, float(self.network.world.size) if self.sums else 1.0)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        self.has_gradients = False
+        if self._announcement.is_due:
+            self._announcement.say(self.spec, of_updates(optimizer, self.updates), self.turns)
+        if self.turns is not None:
+            self.turns.note_step()
+            self._take_turn()
 
     # Between two steps.
 
@@ -304,18 +311,13 @@ class Session:
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
                 self._install(state.carry(self.reducer, self._make_reducer(compressor)), compressor)
-        yield from membership.settle(self.reducer, self.view.sums)
+        yield from membership.settle(self.reducer, self.sums)
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
         own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else str(self.turns)}
         choice = {"telemetry": str(self._observer or "off"), "auto": str(self.turns or "off")}
-        return own | self.options.terms | choice | self.view.terms | self.slots.terms()
-
-    @property
-    def is_watched(self) -> bool:
-        """True if an observer is told of all steps."""
-        return self._observer is not None
+        return own | self.options.terms | choice | self.slots.terms()
 
     def watch(self, observer: Any) -> None:
         """Tell telemetry's observer of all steps. The ranks meet again: their observers' joint acts must be equal."""
@@ -332,49 +334,52 @@ class Session:
 
     def observe(self, observer: Any) -> None:
         """Tell an observer of all steps; None for no longer. See watch()."""
-        self._observer = self.reducer.observer = observer
+        self._observer = observer
+        self.reducer.watch(observer)
 
-    def replace(self, compressor: Compressor | None, stock: torch.dtype | None = None, *, drops: bool = False) -> None:
+    def replace(self, compressor: Compressor | None, stock: torch.dtype | None = None) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before.
 
         compressor: None keeps the present one. stock: the type in which the stock framework is to exchange gradients that are
-        not watched, in place of the compressor. drops: the residual is empty, and the compressor need not keep one.
+        not watched, in place of the compressor.
         """
         if compressor is not None:
-            run(self.replacing(compressor, drops=drops))
+            run(self.replacing(compressor))
         self._stock = stock
 
-    def replacing(self, compressor: Compressor, *, drops: bool = False) -> Flow[None]:
+    def replacing(self, compressor: Compressor) -> Flow[None]:
         """Replace the compressor in lock-step with other ranks. See replace()."""
         old, before = self.reducer, self.compressor
-        compressor = compressor if drops else state.successor(compressor, old)
-        new = state.carry(old, self._make_reducer(compressor))
-        returned = state.moments_to_return(old, new)
+        compressor = compressor if self.door.has_optimizers else state.successor(compressor, old)
+        new = self._make_reducer(compressor)
+        delivers = old.on_updates and not new.on_updates and old.steps_done > 0
+        if old.on_updates == new.on_updates or not self.door.has_optimizers:
+            new = state.carry(old, new)
+        new.steps_done = old.steps_done
         self.reducer, self.compressor = new, compressor
-        if self.has_met or returned:
+        if self.has_met or delivers:
             try:
                 yield from self.meeting(follows=False)
-                if returned:
-                    yield from state.return_moments(old, new, returned)
+                if delivers:
+                    self.updates.forget()
+                    yield from deliver_residuals(old, self.updates.optimizers(), self.network)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     self.failed(error)
                 raise
+        self.updates.note_change(to_updates=new.on_updates and not old.on_updates)
         self._install(new, compressor)
 
     # The state.
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
-        flat = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in self.slots.slots}
-        for bucket in self.reducer.buckets:
-            flat |= bucket.copied_residual()
-        return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
+        return state.residuals(self.reducer, self.slots)
 
     def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
-        """Copy this rank's share of a state, from before an exchange that will probably be undone."""
-        return self.last.share_before or state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums, copy=copy)
+        """Copy this rank's share of a state."""
+        return state.save_share(self.reducer, self.slots.shapes, sums=self.sums, copy=copy)
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
@@ -403,7 +408,7 @@ class Session:
         yield
         self._go_on_from(load, reducer, compressor)
         self._membership.note_loaded(taken.of, loaded.ranks)
-        self.view.sums = loaded.sums
+        self.sums = loaded.sums
         if meets_again:
             with self._noting_failure():
                 yield from self.meeting()
@@ -411,14 +416,12 @@ class Session:
     def commit(self) -> None:
         """Keep a copy of the state in main memory, beside the last one, for a training that rolls back."""
         self.refuse("commit()")
-        self._commits.append(
-            Snapshot(self.compressor, state.in_main_memory(self.share(lambda view: view)), self._membership.owner)
-        )
+        self._commits.keep(self.compressor, self.share, self._membership.owner)
 
     def roll_back(self) -> None:
         """Return to the last commit, also in the middle of a step or after one that failed. The ranks then meet again."""
-        if self._commits:
-            self._restore(self._commits[-1])
+        if (newest := self._commits.newest) is not None:
+            self._restore(newest)
 
     def sync(self) -> None:
         """Meet the other ranks, and go on where rank 0 goes on, since all take rank 0's weights."""
@@ -426,11 +429,9 @@ class Session:
 
     def _go_back(self, steps: int) -> bool:
         """Return to the newest commit after these steps, of the present spec unless auto chooses. False: there is none."""
-        for kept in reversed(self._commits):
-            if kept.share["steps"] == steps and (self.turns is not None or str(kept.compressor) == self.spec):
-                self._restore(kept)
-                return True
-        return False
+        if (kept := self._commits.after(steps, self.spec if self.turns is None else None)) is not None:
+            self._restore(kept)
+        return kept is not None
 
     def _restore(self, snapshot: Snapshot) -> None:
         share, reducer = snapshot.share, self.reducer
@@ -439,11 +440,10 @@ class Session:
         load = state.load_own(reducer, self.slots.shapes, share)
         self._go_on_from(load, reducer, snapshot.compressor)
         self._membership.restore(snapshot.owner)
-        self.view.sums = share["sums"]
+        self.sums = share["sums"]
 
     def _go_on_from(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         self.recover()
         self._install(reducer, compressor)
-        self.view.forget_update()
+        self.updates.note_change(to_updates=False)
         load()
-        self.view.note_loaded(any(bucket.has_moments for bucket in reducer.buckets))

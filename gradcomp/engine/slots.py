@@ -57,15 +57,18 @@ class Slot:
 
 
 class ParameterSlot(Slot):
-    """The slot of a parameter's gradient. Entries are numbered in the order of its memory: channels-last costs no copy."""
+    """The slot of a parameter's gradient. Entries are numbered in the order of its memory: channels-last costs no copy.
+
+    copy: of the gradient, whose memory has another order.
+    """
 
     parameter: torch.nn.Parameter
 
     def __init__(self, name: str, parameter: torch.nn.Parameter):
         super().__init__(name, parameter.shape, parameter.device, parameter)
         self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
-        self._row_major = self.order == list(range(parameter.dim()))
-        self._copy: Tensor | None = None
+        self.is_row_major = self.order == list(range(parameter.dim()))
+        self.copy: Tensor | None = None
 
     @property
     def shape_text(self) -> str:
@@ -80,17 +83,17 @@ class ParameterSlot(Slot):
             raise ValueError(
                 f"{self.name!r} was on {self.layer.device}, but its gradient is on {grad.device}; move the model first"
             )
-        ordered = grad if self._row_major else grad.permute(self.order)
-        self._copy = None if ordered.is_contiguous() else ordered.contiguous()
-        return ordered if self._copy is None else self._copy
+        ordered = grad if self.is_row_major else grad.permute(self.order)
+        self.copy = None if ordered.is_contiguous() else ordered.contiguous()
+        return ordered if self.copy is None else self.copy
 
     def close(self) -> None:
         """Give the copy that read() made, if any, to the parameter as its gradient."""
-        if self._copy is not None:
-            self.parameter.grad, self._copy = self._reordered(self._copy), None
+        if self.copy is not None:
+            self.parameter.grad, self.copy = self._reordered(self.copy), None
 
     def flat(self, shaped: Tensor) -> Tensor:
-        return (shaped if self._row_major else shaped.permute(self.order)).reshape(-1)
+        return (shaped if self.is_row_major else shaped.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
         return self._reordered(flat.view([self.shape[dim] for dim in self.order]))
@@ -103,21 +106,22 @@ class Slots:
     """The slots of a model, in order.
 
     without_gradient: the parameters that need no gradient at set-up, with their names. are_first: of the ranks that have
-    different shards, this one has the first.
+    different shards, this one has the first. by_id: the slots by the parameters' id().
     """
 
     slots: Sequence[Slot]
     are_first = True
+    are_read = False  # read() may have copied gradients, since their memory has another order than the parameter's
 
     def __init__(self, slots: Sequence[Slot], without_gradient: Sequence[tuple[str, torch.nn.Parameter]] = ()):
         self.slots, self.without_gradient = slots, without_gradient
         self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in slots}
         self.parameters = {slot.name: slot.parameter for slot in slots if slot.parameter is not None}
-        self._by_id = {id(slot.parameter): slot for slot in slots if slot.parameter is not None}
+        self.by_id = {id(slot.parameter): slot for slot in slots if slot.parameter is not None}
 
     def slot(self, parameter: Tensor) -> Slot | None:
         """Find the slot of a parameter."""
-        return self._by_id.get(id(parameter))
+        return self.by_id.get(id(parameter))
 
     def close(self) -> None:
         """Give the parameters the copies of their gradients that were read."""
@@ -167,19 +171,21 @@ class Parameters(Slots):
                 slots.append(ParameterSlot(name, parameter))
             seen.add(id(parameter))
         super().__init__(slots, without_gradient)
-        self._last = 0
+        self.last = 0  # the number of the slot that was found last
 
     def close(self) -> None:
+        self.are_read = False
         for slot in self.slots:
-            slot.close()
+            if slot.copy is not None:
+                slot.close()
 
     def of_gradient(self, grad: Tensor) -> ParameterSlot | None:
         """Find the slot of a gradient. The search begins on both sides of the last one found."""
         count = len(self.slots)
         for distance in range(1, count + 1):
-            for at in ((self._last - distance) % count, (self._last + distance) % count):
+            for at in ((self.last - distance) % count, (self.last + distance) % count):
                 if self.slots[at].parameter.grad is grad:
-                    self._last = at
+                    self.last = at
                     return self.slots[at]
         return None
 

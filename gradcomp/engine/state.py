@@ -1,4 +1,4 @@
-"""The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec or the optimizer.
+"""The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec.
 
 A rank's share holds each stage's part under the stage's name, by layer where it is by layer, and each compressor's own state by
 bucket. The stages save and load their parts themselves.
@@ -6,7 +6,7 @@ bucket. The stages save and load their parts themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,17 +16,15 @@ from torch import Tensor
 from gradcomp import saved
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor, Layout
-from gradcomp.core.requests import Reduce
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.stages.adam import Adam
-from gradcomp.engine.stages.feedback import Feedback, Residual
+from gradcomp.engine.slots import Slots
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.engine.stages.stage import Copy, Share, Shares
-from gradcomp.networks import Answer
 
-# The format of a state. Increase it when a state's content or a knob's default changes. Those since the oldest load, too: 8 has
-# no clips.
-FORMAT, OLDEST = 9, 8
+# The format of a state. Increase it when a state's content or a knob's default changes. Those since the oldest load, too. Until
+# 9, a residual was of gradients.
+FORMAT, OLDEST = 10, 10
 
 
 class Place(NamedTuple):
@@ -39,13 +37,12 @@ class Place(NamedTuple):
 class Taken(NamedTuple):
     """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
 
-    of: the place of that residual. adam: the shares to average Adam's moments of, for a rank without shares.
+    of: the place of that residual.
     """
 
     shares: Mapping[int, Mapping[str, Any]]
     factor: float
     of: Place
-    adam: Mapping[int, Mapping[str, Any]] = {}
 
 
 def residual_views(reducer: Reducer) -> dict[str, Tensor]:
@@ -56,6 +53,14 @@ def residual_views(reducer: Reducer) -> dict[str, Tensor]:
             bucket.put_back()
             views |= bucket.layout.views(bucket.residual)
     return views
+
+
+def residuals(reducer: Reducer, slots: Slots) -> dict[str, Tensor]:
+    """Copy the residuals, by name, in the parameters' shapes. They are zeros where there is no error feedback."""
+    flat = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in slots.slots}
+    for bucket in reducer.buckets:
+        flat |= bucket.copied_residual()
+    return {slot.name: slot.shaped(flat[slot.name]) for slot in slots.slots}
 
 
 def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Copy = Tensor.clone) -> dict[str, Any]:
@@ -70,8 +75,8 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
     share = _save_stages(reducer, copy)
     for bucket, own in zip(reducer.buckets, share["buckets"], strict=True):
         own["compressor"] = bucket.compressor.save(bucket.inner)
-    clips = reducer.view.save_clips(copy)
-    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "clips": clips, **share}
+        own["noise"] = None if bucket.progress is None else bucket.progress.noise.save()
+    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
 
 
 def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
@@ -86,8 +91,7 @@ def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
             own[stage.name] = dict(part.bucket)
             for field, values in part.layers.items():
                 layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
-        counts = {"steps": bucket.steps, "undone": bucket.undone}
-        buckets.append({"layers": list(bucket.layout.names), **counts, "stages": own})
+        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own})
     return {"layers": layers, "buckets": buckets}
 
 
@@ -96,50 +100,51 @@ def load_shares(
 ) -> Callable[[], None]:
     """Check shares of the same layers and spec. Return a function that loads them, and cannot fail.
 
-    The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own
-    state comes from the first share, and only if a bucket has the same layers; other buckets keep their own.
+    The residual becomes the sum of the shares' times the factor. A compressor's own state comes from the first
+    share, and only if a bucket has the same layers; other buckets keep their own.
 
     Args:
         reducer: The reducer that continues from the shares.
         shapes: The shape and the order of memory of every layer.
-        taken: The shares. Without any, all is zero but for Adam's moments.
+        taken: The shares. Without any, all is zero.
         steps: The steps that the training has done.
         trusted: The shares come from this process, and need not be finite.
     """
-    given = taken.shares or taken.adam
-    for rank, share in given.items():
-        _check_shapes(shapes, share, f"rank {rank}: " if len(given) > 1 else "")
-    own, others = _readers(taken.shares, trusted), _readers({} if taken.shares else taken.adam, trusted)
-    first = next(iter(given.values()))
-    loads: list[Callable[[], None]] = [reducer.view.load_clips(saved.sequence(first, "clips") if "clips" in first else ())]
-    inner: list[tuple[Bucket, int, int, Any]] = []
+    for rank, share in taken.shares.items():
+        _check_shapes(shapes, share, f"rank {rank}: " if len(taken.shares) > 1 else "")
+    own = _readers(taken.shares, trusted)
+    loads: list[Callable[[], None]] = []
+    inner: list[tuple[Bucket, int, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
         for stage in bucket.stages:
-            ours, theirs = ([each.part(stage.name, bucket.layout) for each in side] for side in (own, others))
-            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, theirs, taken.factor)))
+            ours = [each.part(stage.name, bucket.layout) for each in own]
+            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, taken.factor)))
+        loads.append(_load_noise(bucket, own))
         inner.append((bucket, *_load_inner(bucket, own, steps)))
 
     def load() -> None:
         reducer.steps_done = steps
         for each in loads:
             each()
-        for bucket, done, undone, state in inner:
-            bucket.steps, bucket.undone, bucket.inner = done, undone, state
+        for bucket, done, state in inner:
+            bucket.steps, bucket.inner = done, state
 
     return load
+
+
+def _load_noise(bucket: Bucket, own: Sequence[_Reader]) -> Callable[[], None]:
+    """Return a function that continues with the first share's comparisons of noise."""
+    record, progress = own[0].record(bucket.layout) if own else None, bucket.progress
+    if record is None or progress is None or saved.entry(record, "noise") is None:
+        return lambda: None
+    noise, numbers = progress.noise, saved.numbers_of(record, "noise", 4)
+    return lambda: noise.load(numbers)
 
 
 def load_own(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> Callable[[], None]:
     """Return a function that loads a share of this rank's, which save_share() has made in this process. See load_shares()."""
     return load_shares(reducer, shapes, Taken({0: share}, 1.0, Place(0, 1)), share["steps"], trusted=True)
-
-
-def undo(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
-    """Load this rank's share from before the last exchange. The ranks' comparisons count the exchange as before."""
-    load_own(reducer, shapes, share)()
-    for bucket in reducer.buckets:
-        bucket.undone += 1
 
 
 class _Reader(NamedTuple):
@@ -173,21 +178,21 @@ def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool, partial: bo
     return readers
 
 
-def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, int, Any]:
-    """Return a bucket's steps, those undone, and the compressor's state, as the first share has them."""
+def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, Any]:
+    """Return a bucket's steps, and the compressor's state, as the first share has them."""
     record = own[0].record(bucket.layout) if own else None
     if own and record is None:
-        return steps, 0, bucket.inner
+        return steps, bucket.inner
     inner = bucket.compressor.init(bucket.layout, bucket.seed)
     if record is None:
-        return steps, 0, inner
+        return steps, inner
     try:
         bucket.compressor.load(inner, saved.table_or_empty(record, "compressor"))
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(
             f"the state of {bucket.compressor} is damaged ({type(error).__name__}: {error}); load another one"
         ) from error
-    return saved.read_int(record, "steps"), saved.read_int({"undone": 0, **record}, "undone"), inner
+    return saved.read_int(record, "steps"), inner
 
 
 def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: str) -> None:
@@ -249,7 +254,7 @@ class States:
         self.sums = _sums(self.shares)
 
     def take(self, here: Place | None) -> Taken:
-        """Choose a rank's shares. A new rank has none: its residual is empty, and it takes the mean of all moments of Adam.
+        """Choose a rank's shares. A new rank has none: its residual is empty.
 
         An update is a mean over the ranks. The factor keeps the sum of the residuals: an entry of one rank of two weighs half,
         and of one rank of four a quarter, unless updates are sums.
@@ -268,7 +273,7 @@ class States:
             return Taken({rank: self.shares[rank]}, 1.0, here)
         if self.ranks != ranks and len(self.shares) == self.ranks:
             of_rank = {each: self.shares[each] for each in range(rank, self.ranks, ranks)}
-            return Taken(of_rank, factor, here, {} if of_rank else self.shares)
+            return Taken(of_rank, factor, here)
         if self.ranks < ranks and rank in self.shares:
             return Taken({rank: self.shares[rank]}, factor, Place(rank, self.ranks))
         found = ", ".join(map(str, sorted(self.shares)))
@@ -373,17 +378,8 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
 
 
 def carry(old: Reducer, new: Reducer) -> Reducer:
-    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers. Return the new one.
-
-    A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
-    """
-    share = _save_stages(old, copy=lambda view: view)
-    layers = share["layers"]
-    moments = {name for bucket in new.buckets if bucket.takes_momentum for name in bucket.layout.names}
-    directions = layers.get(Adam.name, {}).get("second", {}).keys() - moments
-    if kept := layers.get(Residual.name, {}).get("residual"):
-        layers[Residual.name]["residual"] = {name: view for name, view in kept.items() if name not in directions}
-    (before,) = _readers({0: share}, trusted=True, partial=True)
+    """Copy residuals, and the ages of their entries, from one reducer to another with the same layers. Return the new one."""
+    (before,) = _readers({0: _save_stages(old, copy=lambda view: view)}, trusted=True, partial=True)
     for bucket in new.buckets:
         for stage in bucket.stages:
             stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))
@@ -391,47 +387,18 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
     return new
 
 
-def moments_to_return(old: Reducer, new: Reducer) -> Sequence[str]:
-    """List the moments that the optimizer gets back when a new reducer follows an old one. All ranks get the same list."""
-    left = old.takes_momentum and not new.takes_momentum and old.steps_done > 0
-    return new.view.arrays_to_hand_back() if left else ()
-
-
-def return_moments(old: Reducer, new: Reducer, names: Sequence[str]) -> Iterator[None]:
-    """Average the moments of these names in lock-step with other ranks, give them to the optimizer, and rescale residuals.
-
-    A rank that has just joined has none. If no rank has any, the optimizer keeps its own.
-    """
-    network, size = old.network, old.network.world.size
-    answers: list[tuple[str, Layout, Answer]] = []
-    steps: dict[str, float] = {}
-    has_moments = False
-    for bucket in old.buckets:
-        kept, adam = bucket.moments(), bucket.states.get(Adam.name)
-        has_moments |= bool(kept)
-        for name in names:
-            own = kept[name] / size if name in kept else torch.zeros_like(bucket.residual)
-            answer = network.start(Reduce(own), f"the mean of {name} moments in bucket {bucket.index}")
-            answers.append((name, bucket.layout, answer))
-        seen = [0] * bucket.count if adam is None else adam.steps_seen(bucket.layout)
-        steps |= zip(bucket.layout.names, seen, strict=True)
-    counts = torch.tensor([*steps.values(), float(has_moments)], device=old.buckets[0].layout.device) / size
-    answer_of_counts = network.start(Reduce(counts), "the number of ranks with moments")
-    yield
-    means: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for name, layout, answer in answers:
-        means[name] |= layout.views(_sum(answer))
-    *counted, with_moments = _sum(answer_of_counts).tolist()
-    if with_moments > 0:
-        shares = new.view.hand_back(means, dict(zip(steps, map(round, counted), strict=True)), size)
-        for name, residual in residual_views(new).items():
-            residual.mul_(shares.get(name, 1.0))
-
-
-def _sum(answer: Answer) -> Tensor:
-    total = answer()
-    assert isinstance(total, Tensor)
-    return total
+def regroup(old: Reducer, new: Reducer) -> Reducer:
+    """Carry over all that buckets of other groups of layers can go on with, under the same spec. Return the new reducer."""
+    carry(old, new)
+    before = {name: bucket for bucket in old.buckets for name in bucket.layout.names}
+    for bucket in new.buckets:
+        theirs = before[bucket.layout.names[0]]
+        bucket.steps = theirs.steps
+        if theirs.layout == bucket.layout:
+            bucket.inner = theirs.inner
+            if bucket.progress is not None and theirs.progress is not None:
+                bucket.progress.noise = theirs.progress.noise
+    return new
 
 
 def scale_state(reducer: Reducer, factor: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
-from gradcomp.core.requests import Form, Payload, Requests, World, gather, send
+from gradcomp.core.requests import Form, Gather, Payload, Requests, World, gather, send
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.rounding import Rounding
@@ -76,16 +76,21 @@ class Rounded(Compressor):
     def exchange(self, acc: Acc, state: RoundedState, world: World) -> Steps:
         state.steps += 1
         bounds = self.bounds(acc, state)
-        n = acc.residual.numel()
-        rounding = self.rounding(n)
-        if self.route_of(n, world.size) == "alltoall":
-            return (yield from self._by_parts(acc, state, world, GroupPartition(n, self.group, world.size), bounds))
+        n, size = acc.residual.numel(), world.size
+        if state.planned_for != (n, size):
+            state.planned_for, state.rounding = (n, size), self.rounding(n)
+            state.by_parts = self.route_of(n, size) == "alltoall"
+        rounding: Rounding = state.rounding
+        if state.by_parts:
+            return (yield from self._by_parts(acc, state, world, GroupPartition(n, self.group, size), bounds))
         taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0), memory=acc.memory)
-        _name_frozen(taken, acc)
-        received = yield from gather(taken)
+        if acc.frozen:
+            _name_frozen(taken, acc)
+        received: Any = yield Gather(taken)
         update = state.zeros(acc.residual)
-        rounding.add_and_settle(update, received, 1 / world.size, acc.residual, taken)
-        _leave_frozen(update, acc, received)
+        rounding.add_and_settle(update, received, 1 / size, acc.residual, taken)
+        if acc.frozen:
+            _leave_frozen(update, acc, received)
         return Update(update)
 
     def _by_parts(self, acc: Acc, state: RoundedState, world: World, parts: GroupPartition, bounds: Tensor | None) -> Steps:
@@ -202,10 +207,16 @@ def _number(acc: Acc) -> int:
 
 
 class RoundedState:
-    """A bucket's state between steps: the number of steps, which seeds the random rounding, and memory for the update."""
+    """A bucket's state between steps: the number of steps, which seeds the random rounding, and memory for the update.
+
+    rounding, by_parts: what planned_for, a number of entries and of ranks, has been planned with.
+    """
 
     def __init__(self, seed: int):
         self.seed, self.steps = seed, 0
+        self.planned_for = (-1, -1)
+        self.rounding: Any = None
+        self.by_parts = False
         self.update: Tensor | None = None
 
     def key(self, rank: int, part: int) -> int:

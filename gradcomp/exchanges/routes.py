@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
-from gradcomp.core.requests import World, gather, reduce
+from gradcomp.core.requests import Gather, World, reduce
 from gradcomp.exchanges import split, tree
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken
@@ -86,7 +86,7 @@ def allgather(
     """
     n, codec = acc.residual.numel(), taken.codec
     payload = codec.pack(taken, acc.residual)
-    received = yield from gather(payload)
+    received: Any = yield Gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
     codec.add_and_settle(update, received, acc.residual, payload, kept_share)
     codec.check(enumerate(received), update, n)

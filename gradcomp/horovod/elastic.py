@@ -8,7 +8,6 @@ import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
-from gradcomp.engine.origin import MARK
 from gradcomp.engine.session import Session
 from gradcomp.horovod.compression import Compression
 
@@ -36,7 +35,7 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
     @property
     def _session(self) -> Session:
         compression: Compression = self.value._compression
-        return compression._session_of(self.value)
+        return compression._session
 
     def save(self) -> None:
         super().save()
@@ -47,22 +46,23 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
         self._session.roll_back()
 
     def sync(self) -> None:
-        if self._follows_state():
-            super().sync()
+        self._session.updates.keeps_residuals = True
+        try:
+            if self._follows_state():
+                super().sync()
+        finally:
+            self._session.updates.keeps_residuals = False
         self._session.sync()
-        self._session.view.origin.forget()  # the state may be another one, and the moments stay
 
     def _follows_state(self) -> bool:
         """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.
 
-        Horovod has an optimizer without a state make one, by a step. Moments that were taken over leave no state on the ranks
-        that stay: a rank that joins would make one alone, and wait for the others'. And weight decay would move its weights,
-        which have come before, so that the step's rate is 0 here.
+        Horovod has an optimizer without a state make one, by a step. SGD whose momentum is hidden has none on the ranks that
+        stay: a rank that joins would make one alone, and wait for the others'. And weight decay would move its weights, which
+        have come before, so that the step's rate is 0 here.
         """
         optimizer = self.value
-        settings = [
-            {name: value for name, value in group.items() if name not in ("params", MARK)} for group in optimizer.param_groups
-        ]
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         has_state, settings = broadcast_object((bool(optimizer.state), settings), 0)
         if not has_state:
             optimizer.state.clear()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import compiler
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,9 +72,7 @@ class Handler(DistributedDataParallelKwargs):
         """The handles of all models, in the order of their prepare(). All ranks ask alike, once the optimizers are prepared."""
         for model in self._models[len(self._handles) :]:
             known: Any = {"bucket_mb": self._bucket_mb, "seed": self._seed, "scaler": self._accelerator.scaler}
-            known["optimizer"] = beside.optimizers_of(model, self._accelerator._optimizers)
             self._handles.append(ddp.attach(model, self._spec, **known))
-            self._handles[-1].stats()  # asks for the gradients' norm, so that the first log has it
         return self._handles
 
     @property
@@ -93,12 +93,16 @@ class Handler(DistributedDataParallelKwargs):
     def save(self, folder: str) -> None:
         """Save each rank's states into a checkpoint's folder. All ranks call it; accelerator.save_state() does."""
         for number, handle in enumerate(self.handles):
-            beside.save(handle, _stem(folder, number))
+            beside.save(handle, _stem(folder, number), () if number else self._optimizers())
 
     def load(self, folder: str) -> None:
         """Load what save() saved, at any number of ranks. All ranks call it; accelerator.load_state() does."""
         for number, handle in enumerate(self.handles):
-            beside.load(handle, _stem(folder, number))
+            beside.load(handle, _stem(folder, number), () if number else self._optimizers())
+
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """List the optimizers whose states differ from rank to rank. The first model's file has them."""
+        return beside.own_optimizers(self.handles, self._accelerator._optimizers)
 
     def to_dict(self, ignore_keys: Any = ()) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel. Accelerate calls it."""
@@ -108,8 +112,16 @@ class Handler(DistributedDataParallelKwargs):
         """Note a model that was wrapped. Accelerate calls it. The exchange is made when the optimizer is known, too."""
         if self._accelerator is None:
             self._accelerator = accelerator = _caller()
+            folders, load_all = list[str](), accelerator.load_state
+
+            def load_state(*args: Any, **options: Any) -> None:
+                """Load this rank's states last: Accelerate loads rank 0's optimizers on all ranks."""
+                load_all(*args, **options)
+                self.load(folders.pop())
+
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
-            accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
+            accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+            accelerator.load_state = load_state
         present = [each for each in self._accelerator._models if each is not model.module]
         kept = [each for each in self._models if any(each.module is other for other in present)]
         self._handles = [handle for handle, each in zip(self._handles, self._models, strict=False) if each in kept]

@@ -1,18 +1,17 @@
-"""What the trainers' doors share: tested versions, figures for logs, optimizers of a model, and states beside checkpoints."""
+"""What the trainers' doors share: tested versions, figures for logs, and states beside checkpoints."""
 
 from __future__ import annotations
 
 import functools
 import glob
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
 
-from gradcomp.engine.acting_optimizer import parameters_of
-from gradcomp.engine.optimizer_steps import warn_user
+from gradcomp.engine.updates.steps import warn_user
 from gradcomp.handle import Handle
 
 # The newest versions that tests/integrations has run with.
@@ -24,8 +23,12 @@ _NEWER = (
 )
 _PARTIAL = (
     "{stem}*.pt are the states of {found} of {ranks} ranks: a rank ended in mid-save, or left its file on another host. Resume "
-    "from an older checkpoint; or remove these files on all ranks, to begin with empty residuals and moments"
+    "from an older checkpoint; or remove these files on all ranks, to begin with empty residuals"
 )
+
+
+# The key of the optimizers' states in a rank's file.
+_OPTIMIZERS = "optimizers"
 
 
 @functools.cache
@@ -40,11 +43,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def optimizers_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> Sequence[torch.optim.Optimizer] | None:
-    """List the optimizers that train some of a model's parameters, without what trainers wrap around them."""
-    own = {id(parameter) for parameter in model.parameters()}
-    bare = [getattr(each, "optimizer", each) for each in optimizers]
-    return [each for each in bare if any(id(parameter) in own for parameter in parameters_of(each))] or None
+def own_optimizers(handles: Sequence[Handle], optimizers: Sequence[Any]) -> Sequence[torch.optim.Optimizer]:
+    """List optimizers, without what trainers wrap around them, if their states differ from rank to rank."""
+    differ = any(handle._session.reducer.on_updates for handle in handles)
+    return [getattr(each, "optimizer", each) for each in optimizers] if differ else []
 
 
 def figures(handle: Handle) -> dict[str, float]:
@@ -54,17 +56,14 @@ def figures(handle: Handle) -> dict[str, float]:
     return {f"gradcomp/{name}": float(value) for name, value in named.items() if value is not None}
 
 
-def hold_updates(handle: Handle) -> bool:
-    """Decide whether gradients hold something else than the mean gradient between backward() and step(), with another norm."""
-    session = handle._session
-    return session.reducer.keeps_state or session.view.taken
+def save(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    """Save this rank's state as STEM<rank>.pt. All ranks call it. Rank 0 removes the files of ranks that there are no more.
 
-
-def save(handle: Handle, stem: str) -> None:
-    """Save this rank's state as STEM<rank>.pt. All ranks call it. Rank 0 removes the files of ranks that there are no more."""
+    optimizers: their states go into the file, too. A trainer saves those of rank 0 alone.
+    """
     files, path = url_to_fs(stem)
     files.makedirs(path.rpartition("/")[0], exist_ok=True)  # the rank that makes the folder may come later
-    state = handle.state_dict()
+    state = {**handle.state_dict(), _OPTIMIZERS: [each.state_dict() for each in optimizers]}
     (rank,) = map(int, state["of_rank"])
     with files.open(f"{path}{rank}.new", "wb") as file:
         torch.save(state, file)
@@ -75,20 +74,27 @@ def save(handle: Handle, stem: str) -> None:
                 files.rm(name)
 
 
-def load(handle: Handle, stem: str) -> bool:
-    """Load what save() saved, at any number of ranks. All ranks call it. False: there is nothing."""
+def load(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> bool:
+    """Load what save() saved, at any number of ranks. All ranks call it. False: there is nothing.
+
+    optimizers: the trainer has loaded rank 0's states into them, which a rank without a file keeps.
+    """
     files, path = url_to_fs(stem)
     saved, world = _saved(files, path), handle._session.network.world
     if not saved:
         return False
     first = _read(files, saved.get(world.rank, next(iter(saved.values()))))
     ranks = first["ranks"]
+    own = first.pop(_OPTIMIZERS, None) if world.rank in saved else None
     if ranks == world.size and world.rank in saved:
         handle.load_state_dict(first)
     elif saved.keys() >= {*range(ranks)}:
-        handle.load_state_dict([_read(files, saved[rank]) for rank in range(ranks)])
+        states = [_read(files, saved[rank]) for rank in range(ranks)]
+        handle.load_state_dict([{key: each[key] for key in each.keys() - {_OPTIMIZERS}} for each in states])
     else:
         raise ValueError(_PARTIAL.format(stem=stem, found=len(saved), ranks=ranks))
+    for optimizer, state in zip(optimizers, own, strict=True) if own else ():
+        optimizer.load_state_dict(state)
     return True
 
 

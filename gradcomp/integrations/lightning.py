@@ -67,8 +67,7 @@ class GradcompStrategy(DDPStrategy):
             "seed": self._seed,
             "scaler": getattr(self.precision_plugin, "scaler", None),
         }
-        self.handle = ddp.attach(self.model, self._spec, optimizer=self.optimizers or None, **known)
-        self.handle.stats()  # asks for the gradients' norm, so that the first log has it
+        self.handle = ddp.attach(self.model, self._spec, **known)
         if not any(isinstance(each, _Figures) for each in trainer.callbacks):
             trainer.callbacks.append(_Figures())
 
@@ -76,7 +75,7 @@ class GradcompStrategy(DDPStrategy):
         """Save each rank's state beside a checkpoint, unless the checkpoint is of the weights alone."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.handle is not None and "optimizer_states" in checkpoint:
-            beside.save(self.handle, _stem(filepath))
+            beside.save(self.handle, _stem(filepath), beside.own_optimizers([self.handle], self.optimizers))
 
     def load_checkpoint(self, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
         """Note the checkpoint that is loaded. The exchange is not there yet."""
@@ -88,7 +87,7 @@ class GradcompStrategy(DDPStrategy):
         """Load the optimizers' states, and the ranks' states that lie beside the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self.handle is not None and self._resumed is not None:
-            beside.load(self.handle, _stem(self._resumed))
+            beside.load(self.handle, _stem(self._resumed), beside.own_optimizers([self.handle], self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the ranks' states beside it."""

@@ -12,7 +12,6 @@ except ImportError as error:
     raise ImportError(text, name=error.name) from error
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.gradient_norm import WATCHED
 from gradcomp.handle import Handle
 from gradcomp.integrations import beside
 from gradcomp.integrations.accelerate import Handler
@@ -23,8 +22,6 @@ _DATA_PARALLEL = (
     "this Trainer trains on {count} devices in one process, by torch's DataParallel, which exchanges no gradients between "
     "processes; start one process a device: torchrun --nproc-per-node {count} ..."
 )
-# Steps between two questions for the gradients' norm. It is then measured in all steps, as the Trainer does without gradcomp.
-ASK = WATCHED // 2
 _SHARDED = (
     "this Trainer's model was loaded in shards, over several processes, and exchanges gradients by itself; load it without "
     "tp_plan, distributed_config and device_map to train it by DistributedDataParallel"
@@ -74,30 +71,29 @@ def attach(trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bu
     set_handler()
     trainer.create_accelerator_and_postprocess = make_again  # hyperparameter_search() calls it in each trial
     _extend(trainer, "_save_optimizer_and_scheduler", lambda folder: handler().save(folder))
-    _extend(trainer, "_load_optimizer_and_scheduler", lambda folder: handler().load(folder))
-    _extend(trainer, "training_step", lambda *rest: trainer.state.global_step % ASK or handler().figures())
+    _extend(trainer, "_load_optimizer_and_scheduler", lambda folder: handler().load(folder), follows=True)
     _extend(trainer, "log", lambda logs, *rest: _add_figures(logs, handler()))
     return cast(Handle, _Later(handler))
 
 
-def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., object]) -> None:
-    """Let a method of one Trainer act before it does what it did."""
+def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., object], *, follows: bool = False) -> None:
+    """Let a method of one Trainer act before it does what it did, or after it (follows)."""
     method = getattr(trainer, name)
 
     def extended(*args: Any, **options: Any) -> Any:
-        act(*args)
-        return method(*args, **options)
+        if not follows:
+            act(*args)
+        result = method(*args, **options)
+        if follows:
+            act(*args)
+        return result
 
     setattr(trainer, name, extended)
 
 
 def _add_figures(logs: dict[str, float], handler: Handler) -> None:
-    """Add figures to a log of training. The Trainer's norm gives way to that of gradients where they hold updates."""
-    figures = handler.figures() if "loss" in logs else {}
-    norm = figures.get("gradcomp/grad_norm")
-    if "grad_norm" in logs and norm is not None and beside.hold_updates(handler.handle):
-        logs["grad_norm"] = norm
-    logs.update(figures)
+    """Add figures to a log of training."""
+    logs.update(handler.figures() if "loss" in logs else {})
 
 
 class _Later:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +65,11 @@ def read(form: Form, buffer: Tensor) -> Payload:
             "run the same gradcomp with the same settings on all ranks"
         )
     return Payload(form, buffer, Views(form, buffer))
+
+
+def read_all(form: Form, buffer: Tensor, sizes: Sequence[int]) -> list[Payload]:
+    """Read a buffer of several ranks' payloads of one form; nothing is copied."""
+    return [Payload(form, part, Views(form, part)) for part in buffer.split_with_sizes([*sizes])]
 
 
 def wrap(array: Tensor) -> Payload:

@@ -107,7 +107,8 @@ class BlockRounding(Rounding):
     def _fill(
         self, payload: Payload, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, memory: Memory | None
     ) -> None:
-        kernels.take_blocks(residual, self.bits, self._bytes(payload), flag)
+        own = payload.bytes if payload.form == self.form else self._bytes(payload)
+        kernels.take_blocks(residual, self.bits, own, flag)
 
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
         kernels.add_blocks(target, [*map(self._bytes, received)], self.bits, scale)
@@ -117,7 +118,9 @@ class BlockRounding(Rounding):
     ) -> None:
         if len(received) > MOST_RANKS:
             return super().add_and_settle(update, received, scale, residual, payload)
-        sent, own = [*map(self._bytes, received)], self._bytes(payload)
+        is_whole = payload.form == self.form  # and not that of a larger part
+        sent = [payload.bytes for payload in received] if is_whole else [*map(self._bytes, received)]
+        own = payload.bytes if is_whole else self._bytes(payload)
         return kernels.add_and_settle_blocks(update, sent, self.bits, scale, residual, own)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:

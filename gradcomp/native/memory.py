@@ -99,7 +99,8 @@ class Memory:
             marks = torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device)
             source = ZeroedUpdate(torch.zeros(n, device=device), marks, Streams(device))
         else:
-            source.streams.join()
+            if source.streams.has_streams:
+                source.streams.join()
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
@@ -108,8 +109,9 @@ class Memory:
         if source is not None:
             if not update.is_wiped:
                 extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            source.streams.clear()
-            source.streams.note()
+            if source.streams.has_streams:
+                source.streams.clear()
+                source.streams.note()
             self._free.setdefault(source.flat.device, []).append(source)
 
 

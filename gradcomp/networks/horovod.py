@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import horovod
@@ -14,7 +15,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from gradcomp.core.requests import Gather, Purpose, Reduce, Reply, Request, Send, World
+from gradcomp.core.requests import Gather, Payload, Purpose, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.alltoall import check_senders, pack, unpack
@@ -22,6 +23,8 @@ from gradcomp.networks.waits import MEETING, Wait, failure_sentence
 
 # Seconds between two looks at an operation under way: of tensors in main memory, and of a GPU's, which idles in the meantime.
 SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6
+# Seconds of an operation under way after which it is a wait for other ranks.
+PATIENCE = 0.1
 # The types of gradients that Horovod adds up.
 SUMMED = {torch.float16, torch.float32, torch.float64}
 
@@ -34,26 +37,35 @@ def everyone() -> HorovodNetwork:
 class HorovodNetwork:
     """Turns requests into Horovod's operations. An operation has the same name on all ranks and in every step."""
 
+    _mpi_ops = mpi_ops
+
     def __init__(self, process_set: hvd.ProcessSet):
         self.process_set = process_set
         self.prefix = ""
-        self.hosts: tuple[int, ...] | None = None
         self.device = torch.device("cpu")
         self.meeting = ""
         self._prepared_for: object = None
-        self._place_in: tuple[object, int, int] | None = None  # a generation, and the rank and size in it
+        self._hosts: tuple[int, ...] | None = None
+        self._world: tuple[object, World] | None = None  # with the generation in which it is the world
+
+    # Horovod's map of handles, which every hvd.init() replaces. Each gradient asks for it: there is no call of Python's here.
+    generation = property(operator.attrgetter("_mpi_ops._handle_map" if hasattr(mpi_ops, "_handle_map") else "_mpi_ops"))
 
     @property
     def world(self) -> World:
-        generation = self.generation
-        if self._place_in is None or self._place_in[0] is not generation:  # every carrier asks, and Horovod answers slowly
-            self._place_in = generation, self.process_set.rank(), self.process_set.size()
-        return World(self._place_in[1], self._place_in[2], self.hosts)
+        here = self.generation
+        if self._world is None or self._world[0] is not here:  # Horovod answers slowly
+            self._world = here, World(self.process_set.rank(), self.process_set.size(), self._hosts)
+        return self._world[1]
 
     @property
-    def generation(self) -> object:
-        """Horovod's map of handles, which every hvd.init() replaces."""
-        return getattr(mpi_ops, "_handle_map", mpi_ops)
+    def hosts(self) -> tuple[int, ...] | None:
+        """Each rank's host as a number; None until the ranks have met."""
+        return self._hosts
+
+    @hosts.setter
+    def hosts(self, hosts: tuple[int, ...] | None) -> None:
+        self._hosts, self._world = hosts, None
 
     @property
     def ready(self) -> bool:
@@ -78,45 +90,53 @@ class HorovodNetwork:
         meets = request.purpose is Purpose.MEETING
         prefix, place = (self.prefix, MEETING) if meets else (f"{self.prefix}.{self.meeting}", name)
         options = {"name": f"{prefix}.{name}", "process_set": self.process_set}
-        match request:
-            case Gather(sent):
-                handle = _try(hvd.allgather_async, sent.bytes, **options)
-                return lambda: [
-                    payload.read(sent.form, part)
-                    for part in self._result(handle, place, sent.bytes.is_cuda).chunk(self.world.size)
-                ]
-            case Reduce(tensor, scale):
-                handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
-                return lambda: self._result(handle, place, tensor.is_cuda)
-            case Send():
-                return self._send(request, place, options)
+        try:
+            match request:
+                case Gather(sent):
+                    handle = hvd.allgather_async(sent.bytes, **options)
+                    return functools.partial(self._gathered, sent, handle, place)
+                case Reduce(tensor, scale):
+                    handle = hvd.allreduce_async_(tensor, op=hvd.Sum, postscale_factor=scale, **options)
+                    return functools.partial(self._result, handle, place, tensor.is_cuda)
+                case Send():
+                    outgoing, bytes_out, bytes_in = pack(request, self.world)
+                    handle = hvd.alltoall_async(outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
+                    return functools.partial(self._received, request, handle, place, bytes_in, outgoing.is_cuda)
+        except (HorovodInternalError, ValueError) as error:
+            raise exchange_failure(error) from error
 
-    def _send(self, request: Send, place: str, options: dict[str, Any]) -> Answer:
-        outgoing, bytes_out, bytes_in = pack(request, self.world)
-        handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
+    def _gathered(self, sent: Payload, handle: Any, place: str) -> Reply:
+        received = self._result(handle, place, sent.bytes.is_cuda)
+        size = sent.bytes.numel()
+        return payload.read_all(sent.form, received, [size] * (received.numel() // size))
 
-        def answer() -> Reply:
-            incoming, counts = self._result(handle, place, outgoing.is_cuda)
-            if counts.tolist() != bytes_in:
-                me = self.world.rank
-                senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
-                check_senders(request, senders, place)
-            return unpack(request, incoming, bytes_in)
-
-        return answer
+    def _received(self, request: Send, handle: Any, place: str, bytes_in: list[int], on_gpu: bool) -> Reply:
+        incoming, counts = self._result(handle, place, on_gpu)
+        if counts.tolist() != bytes_in:
+            me = self.world.rank
+            senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
+            check_senders(request, senders, place)
+        return unpack(request, incoming, bytes_in)
 
     def _result(self, handle: Any, place: str, on_gpu: bool) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE_OF_GPU if on_gpu else LONGEST_PAUSE
-        wait = Wait(self.world.rank, place)
-        while not _try(hvd.poll, handle):
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-            wait.look()
-        result = _try(hvd.synchronize, handle)
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if tensor.is_cuda:
-                _wait_on_stream(tensor)
+        wait, began = None, time.monotonic()
+        try:
+            while not hvd.poll(handle):
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+                if wait is not None:
+                    wait.look()
+                elif time.monotonic() > began + PATIENCE:
+                    wait = Wait(self.world.rank, place)
+            result = hvd.synchronize(handle)
+        except (HorovodInternalError, ValueError) as error:
+            raise exchange_failure(error) from error
+        if on_gpu:
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if tensor.is_cuda:
+                    _wait_on_stream(tensor)
         return result
 
 
@@ -141,13 +161,6 @@ def _wait_on_stream(output: torch.Tensor) -> None:
     if stream != default:
         stream.wait_stream(default)
         output.record_stream(stream)
-
-
-def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    try:
-        return operation(*args, **options)
-    except (HorovodInternalError, ValueError) as error:
-        raise exchange_failure(error) from error
 
 
 def exchange_failure(error: Exception) -> HorovodInternalError:

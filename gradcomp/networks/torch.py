@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -34,9 +35,12 @@ class TorchNetwork:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
-        self.hosts: tuple[int, ...] | None = None
         self._place = dist.get_rank(group), dist.get_world_size(group)
         self._numbers = tuple(dist.get_process_group_ranks(group))
+        self.hosts = None
+        # The group lasts as long as the model's DistributedDataParallel.
+        self.generation: object = group
+        self.ready = True
         # Two names, as of reduce_scatter. A group's own methods save the checks of torch's functions, which cost microseconds.
         self._all_gather: Callable[..., dist.Work] = getattr(group, "all_gather_single", None) or group._allgather_base
         self._on_host = native_backend(group, device) == "gloo"
@@ -48,17 +52,13 @@ class TorchNetwork:
         self._timeout = math.inf  # the group's, in seconds
 
     @property
-    def world(self) -> World:
-        return World(*self._place, self.hosts, self._numbers)
+    def hosts(self) -> tuple[int, ...] | None:
+        """Each rank's host as a number; None until the ranks have met."""
+        return self.world.hosts
 
-    @property
-    def generation(self) -> object:
-        """The group, which lasts as long as the model's DistributedDataParallel."""
-        return self.group
-
-    @property
-    def ready(self) -> bool:
-        return True
+    @hosts.setter
+    def hosts(self, hosts: tuple[int, ...] | None) -> None:
+        self.world = World(*self._place, hosts, self._numbers)  # made once: every request asks for it
 
     @property
     def host(self) -> str:
@@ -106,8 +106,7 @@ class TorchNetwork:
                 sizes = [sent.bytes.numel()] * self._place[1]
                 received = sent.bytes.new_empty(sum(sizes))
                 work = self._all_gather(received, sent.bytes)
-                parts = received.split_with_sizes(sizes)
-                return self._after(work, place, lambda: [payload.read(sent.form, part) for part in parts])
+                return self._after(work, place, functools.partial(payload.read_all, sent.form, received, sizes))
             case Reduce(tensor, scale):
                 work = self.group.allreduce([tensor])
                 return self._after(work, place, lambda: tensor if scale == 1 else tensor.mul_(scale))
@@ -135,11 +134,11 @@ class TorchNetwork:
 
     def _wait_for(self, work: dist.Work, roll: Roll, operation: str, place: str) -> None:
         """Wait until an operation has ended or failed. After some seconds, tell the other ranks that this one is there."""
-        wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout)
         with suppress(RuntimeError):  # the time is up, or the operation failed
             work.wait(timedelta(seconds=waits.TELL_AFTER))
         if work.is_completed():
             return
+        wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout, waited=waits.TELL_AFTER)
         with suppress(RuntimeError):  # the store may have ended with its rank, and the operation that fails says so better
             roll.come(operation)
         while not work.is_completed():

@@ -20,12 +20,15 @@ log = logging.getLogger("gradcomp")
 
 
 class Wait:
-    """One wait of a rank for the others. place: the exchange, the same on all ranks. timeout: its longest time, in seconds."""
+    """One wait of a rank for the others.
 
-    def __init__(self, rank: int, place: str, timeout: float = math.inf):
+    place: the exchange, the same on all ranks. timeout: its longest time, in seconds. waited: seconds that it has lasted.
+    """
+
+    def __init__(self, rank: int, place: str, timeout: float = math.inf, waited: float = 0.0):
         self._rank, self._place = rank, place
         self._end = "" if timeout == math.inf else f". The process group's timeout ends this wait after {timeout:.0f} s"
-        self._began = time.monotonic()
+        self._began = time.monotonic() - waited
         self._speak_after = SPEAK_AFTER
 
     @property

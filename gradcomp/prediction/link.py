@@ -122,8 +122,10 @@ def step_of(work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> 
     """Lay a step out in time.
 
     A bucket's first message follows its last gradient. The others go round by round after backward, in bucket order. The
-    network carries one message after the other.
+    network carries one message after the other. An exchange of updates begins after the optimizer's step.
     """
+    if any(bucket.on_updates for bucket in buckets):
+        work = Work(work.forward + work.backward + work.optimizer, 0.0, dict.fromkeys(work.ready, 1.0))
 
     def ready(bucket: Bucket) -> float:
         return max(work.ready[name] for name in bucket.names)

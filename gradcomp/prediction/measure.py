@@ -14,18 +14,19 @@ from torch import Tensor
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce, World
-from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.slots import Slot
 from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.updates.hidden_momentum import Momentum
+from gradcomp.engine.updates.progress import StepRule
 from gradcomp.prediction.recording_network import Bucket, Part, RecordingNetwork
 from gradcomp.spec import make
 
 # Steps before those that count, since capacities follow counts some steps later; steps that count; and seconds for more.
 SETTLING, COUNTED, SECONDS = 12, 3, 0.5
 
-# The learning rate of all layers.
-RATE = 0.1
+# The learning rate of all layers, and the optimizer's momentum.
+RATE, MOMENTUM = 0.1, Momentum(0.9)
 
 # Of a large world, a gather's reply holds as many payloads as fit these bytes; the rest of the time follows from two sizes.
 HELD = 32e6
@@ -89,7 +90,7 @@ def measure(
         return every
     fewer = _steps(spec, grads, RecordingNetwork(world, device, HELD / 4, least=1), bucket_mb, seconds)
     return [
-        Bucket(long.names, tuple(_extended(*each, world.size) for each in zip(long.parts, short.parts, strict=True)))
+        long._replace(parts=tuple(_extended(*each, world.size) for each in zip(long.parts, short.parts, strict=True)))
         for long, short in zip(every, fewer, strict=True)
     ]
 
@@ -106,10 +107,11 @@ def without_warmup(compressor: Compressor) -> Compressor:
 
 def _steps(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float, seconds: float) -> list[Bucket]:
     """Do steps on a network."""
+    on_updates = not is_baseline(spec) and make(spec).traits.acts_on_updates
     if is_baseline(spec):
         plan, do_step = _baseline(spec, grads, network)
     else:
-        plan, do_step = _reducer(spec, grads, network, bucket_mb)
+        plan, do_step = (_of_updates if on_updates else _of_gradients)(spec, grads, network, bucket_mb)
     counted: list[dict[int, list[Part]]] = []
     began, step = 0.0, 0
     while len(counted) < COUNTED or time.perf_counter() - began < seconds:
@@ -120,18 +122,18 @@ def _steps(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bu
         if step >= SETTLING:
             counted.append(network.parts)
         step += 1
-    return [Bucket(names, _means([parts[i] for parts in counted])) for i, names in enumerate(plan)]
+    return [Bucket(names, _means([parts[i] for parts in counted]), on_updates) for i, names in enumerate(plan)]
 
 
-def _reducer(
+def _of_gradients(
     spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
 ) -> tuple[list[tuple[str, ...]], DoStep]:
     """Make a reducer. Return the layers of each bucket, and a function that does a step."""
     slots = {name: Slot(name, grad.shape, grad.device) for name, grad in grads.items()}
     for name, slot in slots.items():
         slot.update = torch.empty_like(grads[name]).view(-1)
-    view = FixedRates(Slots([*slots.values()]), RATE)
-    reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb), view)
+    reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb))
+    reducer.layer_rates = dict.fromkeys(slots, RATE)
     bucket_of = {name: bucket.index for bucket in reducer.buckets for name in bucket.layout.names}
 
     def do_step() -> None:
@@ -143,6 +145,32 @@ def _reducer(
             pass
         network.close()
         reducer.end_step()
+
+    return [bucket.layout.names for bucket in reducer.buckets], do_step
+
+
+def _of_updates(
+    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
+) -> tuple[list[tuple[str, ...]], DoStep]:
+    """Make a reducer that exchanges updates of an optimizer with momentum. See _of_gradients().
+
+    Updates go straight into the residuals, since the optimizer's time is none of the exchange's.
+    """
+    weights = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in grads.items()}
+    slots = {name: Slot(name, grad.shape, grad.device, weights[name]) for name, grad in grads.items()}
+    reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb), on_updates=True)
+    reducer.layer_rates = dict.fromkeys(slots, RATE)
+    updates = [torch.cat([RATE * grads[name].view(-1).float() for name in each.layout.names]) for each in reducer.buckets]
+
+    def do_step() -> None:
+        for bucket, update in zip(reducer.buckets, updates, strict=True):
+            assert bucket.progress is not None
+            bucket.progress.rule = StepRule(MOMENTUM)
+            bucket.residual.add_(update)
+            network.begin(bucket.index)
+            bucket.progress.begin()
+            reducer.run([bucket])
+            network.close()
 
     return [bucket.layout.names for bucket in reducer.buckets], do_step
 

@@ -39,10 +39,11 @@ class Part(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The layers of a bucket, in the order of the model, and its parts."""
+    """The layers of a bucket, in the order of the model, and its parts. on_updates: they follow the optimizer's step."""
 
     names: tuple[str, ...]
     parts: tuple[Part, ...]
+    on_updates: bool = False
 
 
 def wait(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The observer of one rank's steps: it compares with dense, checks the replicas, and makes records for the user's writers.
 
-A comparison takes a sample of entries: the additions of all ranks to their residuals, and the update. With the optimizer's
-momentum taken over, velocities or directions are added. They are compared, not gradients.
+A comparison takes a sample of entries: the additions of all ranks to their residuals, and the update. Where the ranks exchange
+the updates of their optimizers, these are added. They are compared, not gradients.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.session import Session
-from gradcomp.engine.stages.adam import sampled_indices
 from gradcomp.engine.stages.feedback import Residual
-from gradcomp.engine.stages.health import OLD, PART, Health
+from gradcomp.engine.stages.health import Health
+from gradcomp.engine.updates.adam_noise import sampled_indices
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
@@ -72,11 +72,12 @@ class Comparison:
     def collected(self, bucket: Bucket) -> None:
         """Keep the addition to the residual."""
         before, indices = self._added[bucket.index], self._indices[bucket.index]
-        kept = before * (bucket.residual_factor if bucket.keeps_residual else 0.0)
-        for layer, factor in bucket.layer_factors.items():
-            begin, end = bucket.layout.spans[layer]
-            kept = torch.where((indices >= begin) & (indices < end), factor * before, kept)
-        self._added[bucket.index] = bucket.residual.index_select(0, indices) - kept
+        factor = bucket.feedback.residual_factor if bucket.feedback is not None and bucket.keeps_residual else 0.0
+        now = bucket.residual.index_select(0, indices)
+        if bucket.progress is not None:
+            factor = bucket.feedback.decay if bucket.feedback is not None else 1.0
+            now += bucket.progress.start.index_select(0, indices)
+        self._added[bucket.index] = now - factor * before
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
         """Keep the update."""
@@ -182,7 +183,7 @@ class Observer:
             answer = network.start(Reduce(added, 1 / network.world.size), "telemetry's comparison")
             self._asked.append(lambda: self._compare(comparison, answer))
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.view.skips_optimizer))
+            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.lags))
             found = network.start(Gather(digests), "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._figures:
@@ -229,6 +230,7 @@ class Observer:
             "compression": dense / sent if sent else None,
         }
         self._bytes = self._bytes_between_hosts = self._counted = 0
+        assert reducer.clock is not None  # since this observer watches
         if reducer.clock is not self._clock:  # a change of spec makes a new one
             self._clock, self._until_last = reducer.clock, Seconds()
         now = replace(reducer.clock.seconds)
@@ -273,27 +275,27 @@ def _takes(writer: Writer, record: Record) -> bool:
 def figures_of(bucket: Bucket, update: Update) -> Callable[[], dict[str, Any]]:
     """Begin to copy the figures of a bucket after a step to main memory. Return a function that reads them.
 
-    age: mean steps since an entry was last sent; more than OLD count as OLD.
+    age: mean steps since an entry was last sent; more than 255 count as 255.
     """
     kept, layout = bucket.states.get(Residual.name), bucket.layout
     found = torch.zeros(3, dtype=torch.float64, device=layout.device)
     found[0] = update.flat.count_nonzero()
     if bucket.keeps_residual:
-        kernels.sum_squares([bucket.residual], found[1:2])
-    last_sent = None if kept is None else kept.last_sent
-    if last_sent is not None:
-        for part in last_sent.split(PART):
-            found[2] += (bucket.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
+        residual = bucket.residual if bucket.progress is None else bucket.residual + bucket.progress.start
+        kernels.sum_squares([residual], found[1:2])
+    ages = None if kept is None else kept.ages
+    if ages is not None:
+        found[2] = ages.sum(dtype=torch.int64)
     copied = HostCopy(found)
 
     def read() -> dict[str, Any]:
-        nonzero, squares, ages = copied.all()
+        nonzero, squares, total = copied.all()
         figures = {
             "layers": [*layout.names],
             "entries": layout.total,
             "density": nonzero / layout.total,
             "residual": squares**0.5,
         }
-        return figures if last_sent is None else {**figures, "age": ages / layout.total}
+        return figures if ages is None else {**figures, "age": total / layout.total}
 
     return read

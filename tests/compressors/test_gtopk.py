@@ -66,6 +66,6 @@ def test_momentum_goes_on_where_an_entry_did_not_travel_to_the_end() -> None:
     first, second = zeros.clone(), zeros.clone()
     first[2], second[5] = 8.0, 4.0
     assert simulation.step([{"w": first}, {"w": second}])["w"].nonzero().flatten().tolist() == [2]
-    assert simulation.residual(1)["w"][5] == 4
+    assert simulation.residual(1)["w"][5] == 8  # the whole effect of 4, in this step and all later ones
     update = simulation.step([{"w": zeros}, {"w": zeros}])["w"]
-    assert update[5].item() == pytest.approx((4 + 2) / 2)  # the residual, and its momentum
+    assert update[5].item() == pytest.approx((4 + 2) / 2)  # the share for two steps, 1 - 0.5^2

@@ -80,23 +80,25 @@ def test_the_density_is_that_of_the_distribution(kind: str) -> None:
         assert abs(value.numel() / sent / ratio - 1) < 0.05, f"{kind}, lam={lam}: 1 of {value.numel() / sent:.0f}"
 
 
-def test_masks_only_move_entries() -> None:
-    """The sent entries and the residual are the same floats, bit for bit, for several steps with momentum."""
+def test_a_momentum_only_shares_entries_by_age() -> None:
+    """Of each residual, 1 - 0.9 to the power of its age is offered. Those above the threshold go, and the rest stays."""
     torch.manual_seed(0)
     simulation = gradcomp.Simulation("sdagc:lam=2,wire=exact,momentum=0.9", {"w": (300, 50)}, 1)
-    velocity, value = torch.zeros(300, 50), torch.zeros(300, 50)
-    before = torch.ones(300, 50, dtype=torch.bool)
+    shares = torch.tensor([1 - 0.9**age for age in range(255)])
+    left, ages = torch.zeros(300, 50), torch.zeros(300, 50, dtype=torch.int64)
     for _ in range(4):
         grad = torch.randn(300, 50)
-        velocity = 0.9 * velocity + grad
-        value = value + velocity
+        ages += 1
+        whole = left + grad / (1 - 0.9)
+        offered = shares[ages] * whole
         update = simulation.step([{"w": grad}])["w"]
-        sigma = value.double().std(correction=0)
-        left = simulation.residual(0)["w"]
         sent = update != 0
-        assert torch.equal(sent, value.abs() > 2 * sigma)
-        assert torch.equal(torch.where(sent, update, left), value) and not left[sent].any()
-        value, velocity, before = left, torch.where(sent & ~before, 0.0, velocity), sent
+        assert torch.equal(sent, offered.abs() > 2 * offered.double().std(correction=0))
+        torch.testing.assert_close(update[sent], offered[sent])
+        left = whole - torch.where(sent, offered, 0.0)
+        torch.testing.assert_close(simulation.residual(0)["w"], left)
+        ages[sent] = 0
+    assert 0 < int((ages == 0).sum()) < ages.numel()
 
 
 def test_lam_zero_is_plain_momentum_sgd() -> None:
@@ -191,8 +193,6 @@ def test_an_embedding_is_judged_by_the_rows_that_were_used() -> None:
 def test_sam_is_momentum_on_the_summed_gradient() -> None:
     """An entry sent every T steps moves as momentum SGD does on the sums of T gradients; one buffer is enough."""
     torch.manual_seed(0)
-    simulation = gradcomp.Simulation("sdagc:lam=0,sam=0.9,flush=0,wire=exact", {"w": (40, 40)}, 1)
-    assert simulation._reducers[0].buckets[0].moments() == {}
     # lam=0 is a dense step. Here only the largest entry passes, and a flush makes steps of T = 3.
     simulation = gradcomp.Simulation("sdagc:lam=16,sam=0.9,flush=3", {"w": (40, 40)}, 1)
     velocity, alone = torch.zeros(40, 40), torch.zeros(40, 40, dtype=torch.bool)

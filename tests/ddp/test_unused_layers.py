@@ -75,10 +75,11 @@ def train(spec: str, use: str, layer: str) -> dict[str, Any]:
             model.get_parameter(layer).requires_grad_(False)
         used = [name for name in SHAPES if name != layer or rank in USES[use](step)]
         grads = {name: gradient(step, rank, name) for name in used}
-        for name, grad in grads.items():
-            sums[name] += grad
+        on_updates = handle._session.reducer.on_updates
+        for name, grad in grads.items():  # a skipped step has no update; gradients go back to their residual
+            sums[name] += 0 if on_updates and step == OVERFLOW else grad
         if step == OVERFLOW and rank == 1:
-            sums["middle"].view(-1)[BAD] -= grads["middle"].view(-1)[BAD]
+            sums["middle"].view(-1)[BAD] -= 0 if on_updates else grads["middle"].view(-1)[BAD]
             grads["middle"].view(-1)[BAD] = torch.inf
         before = torch.cat([each.detach().flatten() for each in model.parameters()])
         scales.append(scaler.get_scale())
@@ -93,14 +94,14 @@ def train(spec: str, use: str, layer: str) -> dict[str, Any]:
         both = torch.stack([sums[name], left.double()]).flatten(1)
         dist.all_reduce(both)
         off = max(off, float(((both[0] - both[1]) / 2 + model.get_parameter(name).detach().double().view(-1)).abs().max()))
-    keeps = handle._session.reducer.keeps_residual
+    keeps = any(each.feedback is not None and each.feedback.feedback for each in handle._session.reducer.buckets)
     return {"scales": (*scales, scaler.get_scale()), "moved": moved, "off": off if keeps else 0.0}
 
 
 def returns(way: str, nesterov: bool, decay: float) -> float:
     """Train with SGD and everything sent. Pause a layer in steps 20 to 24. Return the largest difference to torch's weights.
 
-    A layer that no rank used counts as one with a gradient of zeros.
+    A layer that no rank used is moved by its momentum alone.
     """
     model, plain = Model(), Model()
     whole = DistributedDataParallel(model, find_unused_parameters=True)
@@ -116,7 +117,7 @@ def returns(way: str, nesterov: bool, decay: float) -> float:
         whole({name: gradient(step, dist.get_rank(), name) for name in used}).backward()
         for name, weight in plain.named_parameters():
             mean = (gradient(step, 0, name) + gradient(step, 1, name)) / 2
-            weight.grad = mean if name in used else torch.zeros_like(mean) if way == "unused" else None
+            weight.grad = mean if name in used else -decay * weight.detach() if way == "unused" else None
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()

@@ -86,7 +86,7 @@ def test_a_tutorial_runs(heading: str, tmp_path: Path) -> None:
     by_language = {block.language: block.text for block in section(heading)}
     assert len(section(heading)) == 3
     shown = by_language["text"].splitlines()
-    of_first = next(at for at, line in enumerate(shown) if line.startswith("goes on"))
+    of_first = next(at for at, line in enumerate(shown) if line.startswith("resuming"))
     commands = [re.sub(r" +#.*", "", line) for line in by_language["sh"].splitlines()]
     first, second = [line for line in commands if line.startswith(LAUNCHERS[heading])]
     assert first.rpartition(" ")[0] == second.rpartition(" ")[0], "the second command only asks for more steps"

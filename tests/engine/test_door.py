@@ -80,7 +80,7 @@ class PostHandle(Handle):
     def __init__(self, network: Connection, own: Training, spec: str):
         self._parameters = Parameters(own.weights.items())
         door = Door("the post knows no parameter of shape {shape}", "Call exchange() before each step")
-        super().__init__(spec, self._parameters, network, Options(own.optimizer), door)
+        super().__init__(spec, self._parameters, network, Options(), door)
 
     def exchange(self) -> None:
         self._session.begin()

@@ -32,9 +32,9 @@ SAYS = {
     "resume.py": "ends after step 100",
     "local_steps.py": "step 200: loss",
     "elastic.py": "step 200: loss",
-    "hf_trainer.py": "the ranks exchange AdamW's directions",
+    "hf_trainer.py": "the ranks exchange updates",
     "accelerate_loop.py": "gradcomp-rank0.pt, gradcomp-rank1.pt",
-    "lightning_trainer.py": "the ranks exchange AdamW's directions",
+    "lightning_trainer.py": "the ranks exchange updates",
     "fabric_loop.py": "step 100: loss",
     "gan.py": "the mean of made pictures",
 }

@@ -26,7 +26,7 @@ def test_the_notebooks_cells_run_and_show_what_they_say(capsys: pytest.CaptureFi
             exec("".join(cell["source"]), found)
     results = found["results"]
     assert capsys.readouterr().out.splitlines()[0].startswith("dense ")
-    sent = [sum(results[spec]["sent"]) for spec in ("dense", "blocks", "orq", "topk")]
+    sent = [sum(results[spec]["sent"]) for spec in ("dense", "blocks", "orq:momentum=0.9", "topk:momentum=0.9")]
     assert sent == sorted(sent, reverse=True) and sent[0] > 100 * sent[-1]
     for spec, result in results.items():
         assert result["accuracy"] > results["dense"]["accuracy"] - 0.03, spec

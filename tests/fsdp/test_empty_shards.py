@@ -24,7 +24,7 @@ import gradcomp.fsdp
 # sdagc, 20 rows of 50 are small, and 21 are not.
 SPECS: dict[str, tuple[str, tuple[int, ...]]] = {
     "topk": ("topk:ratio=0.1,momentum=0", (50, 41, 1)),
-    "velocity": ("topk:ratio=0.1,momentum=0.9", (50, 41, 1)),
+    "momentum": ("topk:ratio=0.1,momentum=0.9", (50, 41, 1)),
     "rules": ("topk:ratio=0.1,momentum=0; 1.*=sign:momentum=0; *.bias=dense", (50, 41, 1)),
     "small": ("sdagc:small=dense", (50, 41, 1)),
     "nothing": ("topk:ratio=0.1,momentum=0", (50, 1)),

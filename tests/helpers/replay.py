@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradcomp import auto
-from gradcomp.auto import EXACT, SENDS_RESIDUAL, Candidate, Policy
+from gradcomp.auto import EXACT, Candidate, Policy
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "steps"
 
@@ -47,8 +47,8 @@ def cells() -> Iterator[Cell]:
         launch, lines = record["launch"], {line["way"]: line for line in record["run"]["lines"]}
         for loss in ("low", "high"):
             stock = STOCK.values() if "bf16" in lines else [torch.float32]
-            mild = [*auto.candidates("none", stock, False, True), *LEVELS]
-            waits = [each for each in auto.candidates(loss, stock, False, True) if each.keeps_residual]
+            mild = [*auto.candidates("none", stock, False), *LEVELS]
+            waits = [each for each in auto.candidates(loss, stock, False) if each.keeps_residual]
             rounds = {each: _rounds(each, lines) for each in mild + waits}
             name = "-".join(map(str, (launch["task"], launch["door"], launch["hosts"], launch["rate"], loss)))
             yield Cell(name, {each: found for each, found in rounds.items() if found})
@@ -101,8 +101,7 @@ class Replay:
         if candidate == self.present:
             return 0
         if self.present.keeps_residual and not candidate.keeps_residual:
-            self.seconds += CHANGE
-            self._take(SENDS_RESIDUAL, 1)
+            self.seconds += CHANGE  # residuals go into the weights
         self.seconds += CHANGE
         self.present = candidate
         return auto.SETTLING_RESIDUAL if candidate.keeps_residual else auto.SETTLING
@@ -115,7 +114,7 @@ class Replay:
 
     def _step(self, candidate: Candidate) -> float:
         over = 1.0
-        if candidate in (EXACT, SENDS_RESIDUAL):
+        if candidate == EXACT:
             candidate, over = next(iter(self.cell.rounds)), EXACT_OVER_STOCK
         of, left, seconds = self._round
         if of != candidate or not left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,10 @@ class ThreadNetwork:
 
 
 class Rank:
-    """One rank: a session of one layer, and the sums of its gradients and its updates."""
+    """One rank: a session of one layer, and the sums of its gradients and its updates.
+
+    optimizer_of: makes its optimizer, whose rate is 1, so that the weights tell of the updates.
+    """
 
     def __init__(self, generation: Generation, rank: int, spec: str, host: str = "", optimizer_of: Any = None):
         self.seconds = 0.0  # of its clock
@@ -83,7 +87,9 @@ class Rank:
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         self.optimizer = optimizer_of and optimizer_of([self.parameter])
         network: Any = self.network
-        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, Options(self.optimizer), Door())
+        self.session = Session(
+            make(spec), Parameters([("w", self.parameter)]), network, Options(), Door(has_optimizers=self.optimizer is not None)
+        )
         self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
         self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
 
@@ -92,6 +98,7 @@ class Rank:
         update = self.exchange(scale)
         if self.optimizer is not None:
             self.optimizer.step()
+            self.came = -self.parameter.detach().double()
         return update
 
     def exchange(self, scale: float = 1.0) -> Tensor:
@@ -103,6 +110,15 @@ class Rank:
         self.came += self.parameter.grad
         return self.parameter.grad
 
+    def idle(self) -> None:
+        """Take a step without a gradient."""
+        self.parameter.grad = None
+        self.session.begin()
+        self.session.finish()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.came = -self.parameter.detach().double()
+
     @property
     def residual(self) -> Tensor:
         return self.session.residual()["w"]
@@ -112,7 +128,7 @@ class StockDoor(Door):
     """The door of a rank whose network takes the part of stock Horovod."""
 
     def __init__(self, rank: Rank):
-        super().__init__()
+        super().__init__(has_optimizers=rank.optimizer is not None)
         self._rank = rank
 
     def start_stock_allreduce(self, slot: Any) -> None:
@@ -121,10 +137,14 @@ class StockDoor(Door):
         grad.copy_(network.start(Reduce(grad.clone(), 1 / network.world.size), "stock")())
 
 
-def start(ranks: int, spec: str, hosts: list[str] | None = None) -> list[Rank]:
-    """Make the ranks of a network."""
+def start(ranks: int, spec: str, hosts: list[str] | None = None, optimizer_of: Any = None) -> list[Rank]:
+    """Make the ranks of a network. Each session finds every rank's optimizer now, and not while other threads look."""
     generation = Generation(ranks)
-    return [Rank(generation, rank, spec, hosts[rank] if hosts else "") for rank in range(ranks)]
+    made = [Rank(generation, rank, spec, hosts[rank] if hosts else "", optimizer_of) for rank in range(ranks)]
+    for one, other in itertools.product(made, made):
+        if other.optimizer is not None:
+            one.session.updates.find(other.optimizer)
+    return made
 
 
 def move(ranks: list[Rank]) -> None:

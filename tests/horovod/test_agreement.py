@@ -24,7 +24,6 @@ TERMS = {
     "version": "gradcomp's version: rank 0 has '0.1.0', rank 1 has '9.9'",
     "seed": "seed: rank 0 has '7', rank 1 has '8'",
     "bucket_mb": "bucket_mb: rank 0 has '2', rank 1 has '3'",
-    "moments": "optimizer: rank 0 has 'moments of Adam', rank 1 has 'without moments that the exchange takes over'",
     "names": "parameter names: ",
     "shapes": "parameter shapes: ",
     "layout": "parameter shapes: ",
@@ -45,8 +44,6 @@ def differing(term: str, door: str) -> None:
     options: dict[str, Any] = {"bucket_mb": 3 if term == "bucket_mb" and odd else 2, "seed": 8 if term == "seed" and odd else 7}
     if term == "count" and odd:
         model[1].bias.requires_grad_(False)
-    if term == "moments":
-        options["inner"] = torch.optim.AdamW(model.parameters(), amsgrad=odd)
     true, _version.VERSION = _version.VERSION, "9.9" if term == "version" and odd else _version.VERSION
     try:
         run = Training(door, model, spec, prefix=f"{term}/{door}{'x' if term == 'names' and odd else ''}.", **options)

@@ -137,10 +137,11 @@ def found() -> list[dict[Any, Any]]:
 @both_doors
 @pytest.mark.parametrize("spec", ["dense", "topk:ratio=1,wire=exact"])
 def test_within_a_set_training_is_horovods_own(spec: str, door: str) -> None:
-    """Two members: a sum of two has one order."""
+    """Two members: a sum of two gradients has one order. Updates that are subtracted from the start round once more."""
     for rank in (0, 2):
         own = found()[rank]
-        assert torch.equal(own["members", door, spec], own["members", ALONE, spec])
+        rounding = {"rtol": 0, "atol": 0} if spec == "dense" else {"rtol": 1e-5, "atol": 1e-7}
+        torch.testing.assert_close(own["members", door, spec], own["members", ALONE, spec], **rounding)
 
 
 @both_doors

@@ -1,4 +1,4 @@
-"""Sparse gradients under gradcomp's DistributedOptimizer: dense exchanges, as by Horovod's sparse_as_dense=True."""
+"""Sparse gradients under gradcomp's DistributedOptimizer: gradients are exchanged densely, and updates leave them alone."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ def both() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_sparse_gradients_are_exchanged_densely_and_said_once(kind: str) -> None:
+def test_sparse_gradients_train_as_by_horovod_and_their_dense_exchange_is_said_once(kind: str) -> None:
+    """An exchange of updates of SparseAdam is another training: each rank's moments are of its own rows."""
     first, second = (each[kind] for each in both())
     stock = first["stock"][0]
     for spec, (weights, said) in first.items():
         assert torch.equal(weights, second[spec][0]), spec
         assert weights.isfinite().all()
-        if spec not in ("topk", "auto"):
-            torch.testing.assert_close(weights, stock, rtol=1e-6, atol=1e-7)
+        if spec in ("dense", "known") or (spec == "exact" and kind != "SparseAdam"):
+            torch.testing.assert_close(weights, stock, rtol=1e-5, atol=1e-6)
         own = [text for text in said if "gradcomp exchanges it densely" in text]
-        assert len(own) == (spec not in ("stock", "known")), said
+        assert len(own) == (spec in ("dense", "auto")), (spec, said)
     assert not torch.equal(first["topk"][0], stock)

@@ -56,7 +56,7 @@ def train(name: str, strategy: Any, optim: str = "AdamW", resumes: str | None = 
     if isinstance(strategy, GradcompStrategy):
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         assert strategy.handle is not None
-        knows = strategy.handle._session.view._loss_scale is not None
+        knows = strategy.handle._scaler is not None
         found |= {"logged": logged, "exchanges": strategy.handle.stats()["exchanges"], "knows scaler": knows}
     return found
 
@@ -68,7 +68,7 @@ def by_fabric(spec: str | None) -> dict[str, Any]:
     bare = net()
     model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), 0.01))
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(data(8 * RANKS * EPOCH), 8))
-    handle = spec and gradcomp.ddp.attach(model._forward_module, spec, optimizer=optimizer.optimizer)
+    handle = spec and gradcomp.ddp.attach(model._forward_module, spec)
     losses = []
     for number, (x, y) in enumerate(loader):
         with fabric.no_backward_sync(model, enabled=number % 2 == 0):

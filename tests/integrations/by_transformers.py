@@ -55,7 +55,6 @@ if checkpoint != "-":
     found = {"resumed": train("elsewhere", spec, "adamw_torch", 1, 0.0, checkpoint)}
 else:
     warnings.filterwarnings("error", "gradcomp|topk")
-    warnings.filterwarnings("ignore", "gradcomp: the gradients were clipped")
     found = {}
     for optim in ("adamw_torch", "sgd"):
         for way, of_way in (("stock", None), ("dense", "dense")):

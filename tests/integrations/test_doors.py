@@ -76,7 +76,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def trainer(**args: Any) -> Any:
     old = DdpKwargs(find_unused_parameters=True)
-    names = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "log", "training_step")
+    names = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "log")
     methods: dict[str, Any] = {name: lambda *given: None for name in names}
     facts = SimpleNamespace(**{"n_gpu": 1, **args})
     made = SimpleNamespace(args=facts, state=SimpleNamespace(global_step=0), **methods)
@@ -124,25 +124,20 @@ def test_the_trainer_keeps_its_ddp_options_and_has_a_handle_later(door: Any) -> 
     assert logs == {"loss": 1.0, "grad_norm": 300.0} and handler.figures() == {}
 
 
-@pytest.mark.parametrize("keeps_state, taken", [(True, False), (False, True), (False, False)])
-def test_the_trainers_norm_is_that_of_gradients_also_where_they_hold_updates(door: Any, keeps_state: bool, taken: bool) -> None:
-    """Without state and momentum, gradients hold the mean gradient, and the Trainer's norm is right."""
+def test_the_trainers_own_norm_stays_in_its_logs(door: Any) -> None:
+    """Gradients stay gradients until step(), so that it is right. Ours stands beside it."""
     given = trainer()
     door("transformers").attach(given, "topk")
     own = {"bytes_sent": 12, "grad_norm": 0.5, "compression": 70.0}
-    session = SimpleNamespace(reducer=SimpleNamespace(keeps_state=keeps_state), view=SimpleNamespace(taken=taken))
-    asked: list[int] = []
-    handle = SimpleNamespace(stats=lambda: asked.append(given.state.global_step) or own, _session=session)
     handler = given.accelerator.ddp_handler
-    handler._models, handler._handles = [None], [handle]
-    for given.state.global_step in range(120):
-        given.training_step(None, {})
-    assert asked == [0, 50, 100], "the norm is measured in all steps"
+    handler._models, handler._handles = [None], [SimpleNamespace(stats=lambda: own)]
     for logs in ({"loss": 1.0, "grad_norm": 300.0}, {"loss": 1.0}, {"eval_loss": 1.0, "grad_norm": 300.0}):
+        before = dict(logs)
         given.log(logs)
-        wanted = 300.0 if "eval_loss" in logs or not (keeps_state or taken) else 0.5
-        assert logs.get("grad_norm", wanted) == wanted
-        assert logs.get("gradcomp/grad_norm") == (0.5 if "loss" in logs else None)
+        figures = {name: value for name, value in logs.items() if name.startswith("gradcomp/")}
+        assert logs == before | figures
+        wanted = {"gradcomp/compression": 70.0, "gradcomp/bytes_sent": 12.0, "gradcomp/grad_norm": 0.5}
+        assert figures == (wanted if "loss" in before else {})
 
 
 def test_each_trial_of_a_search_has_a_handler_of_its_own(door: Any) -> None:
@@ -248,13 +243,70 @@ def test_files_of_a_save_that_did_not_end_are_refused(tmp_path: Path) -> None:
     assert beside.load(own, f"{tmp_path}/rank") and own.loaded == ["2"]  # as on hosts with folders of their own
 
 
-def test_optimizers_are_found_within_what_trainers_wrap_around_them() -> None:
-    first, second = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
-    sgd, adam = torch.optim.SGD(first.parameters(), 0.1), torch.optim.AdamW(second.parameters())
-    wrapped = [SimpleNamespace(optimizer=sgd), adam]
-    assert beside.optimizers_of(first, wrapped) == [sgd]
-    assert beside.optimizers_of(torch.nn.Sequential(first, second), wrapped) == [sgd, adam]
-    assert beside.optimizers_of(torch.nn.Linear(1, 1), wrapped) is None
+def stepped(slope: float) -> torch.optim.SGD:
+    """Make an optimizer whose moment is this slope."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), slope)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.step()
+    return optimizer
+
+
+def moment(optimizer: torch.optim.Optimizer) -> float:
+    (state,) = optimizer.state_dict()["state"].values()
+    return float(state["momentum_buffer"][0])
+
+
+def test_each_rank_gets_its_own_optimizer_back(tmp_path: Path) -> None:
+    """A rank that is new keeps what the trainer has loaded, which is rank 0's."""
+    for rank in range(2):
+        beside.save(Held(rank, 2), f"{tmp_path}/rank", [stepped(1.0 + rank)])
+    for ranks, wanted in ((2, [1.0, 2.0]), (1, [1.0]), (3, [1.0, 2.0, 9.0])):
+        for rank, of_rank in enumerate(wanted):
+            optimizer = stepped(9.0)
+            assert beside.load(Held(rank, ranks), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == of_rank
+    saved(f"{tmp_path}/rank", 2)  # of gradients: the trainer's own states are those of all ranks
+    optimizer = stepped(9.0)
+    assert beside.load(Held(1, 2), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == 9.0
+
+
+def test_optimizers_are_saved_for_each_rank_where_updates_are_exchanged() -> None:
+    optimizer = stepped(1.0)
+    for on_updates, found in ((True, [optimizer, optimizer]), (False, [])):
+        handle: Any = SimpleNamespace(_session=SimpleNamespace(reducer=SimpleNamespace(on_updates=on_updates)))
+        assert beside.own_optimizers([handle], [SimpleNamespace(optimizer=optimizer), optimizer]) == found
+
+
+def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
+    acts: list[str] = []
+    given = trainer()
+    given._load_optimizer_and_scheduler = lambda folder: acts.append(f"trainer {folder}")
+    door("transformers").attach(given, "topk")
+    given.accelerator.ddp_handler.load = lambda folder: acts.append(f"rank {folder}")
+    given._load_optimizer_and_scheduler("first")
+    handler = door("accelerate").Handler("topk")
+
+    class Accelerator(sys.modules["accelerate"].Accelerator):  # type: ignore[name-defined, misc]
+        _models: Any = ()
+
+        def prepare(self, model: torch.nn.Module) -> None:
+            handler.register_comm_hook(model)
+
+        def register_save_state_pre_hook(self, hook: Any) -> None:
+            pass
+
+        def register_load_state_pre_hook(self, hook: Any) -> None:
+            self.hook = hook
+
+        def load_state(self, folder: str) -> None:
+            self.hook([], folder)
+            acts.append(f"trainer {folder}")
+
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    handler.load = lambda folder: acts.append(f"rank {folder}")
+    accelerator.load_state("second")
+    assert acts == ["trainer first", "rank first", "trainer second", "rank second"]
 
 
 def test_figures_are_numbers_and_few() -> None:

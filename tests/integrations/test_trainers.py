@@ -69,7 +69,7 @@ def test_a_compressed_training_learns_and_its_ranks_stay_equal(trained: Any) -> 
     for name in compressed:
         assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"]), name
         if name != "RAdam":
-            assert ranks[0][name]["exchanges"] == "AdamW's directions (moments taken over)", name
+            assert ranks[0][name]["exchanges"] == "updates", name
     first, last = (sum(part) / 3 for part in (losses(ranks[0]["whole"])[:3], losses(ranks[0]["whole"])[-3:]))
     assert last < 0.95 * first
 
@@ -115,7 +115,9 @@ def test_the_trainers_log_has_the_norm_of_gradients_from_its_first_line_on(train
         return
     for name in ("whole", "clipped"):
         logs = ranks[0][name]["logs"]
-        assert all(0.1 < each["grad_norm"] == each["gradcomp/grad_norm"] < 10 for each in logs), (name, logs)
+        assert all(0.1 < each["gradcomp/grad_norm"] < 10 for each in logs), (name, logs)
+        own = [each["gradcomp/grad_norm"] for each in logs]
+        assert [each["grad_norm"] for each in logs] == pytest.approx(own, rel=1e-4), (name, logs)
 
 
 def test_the_scaler_is_found(trained: Any) -> None:

@@ -34,13 +34,6 @@ LOCAL_FAULTS = (
         ("test_fragments.py",),
     ),
     Fault(
-        "a residual that decays forgets the decay where the rate changes",
-        "gradcomp/engine/stages",
-        "accumulation.residual_factor = factor * decay",
-        "accumulation.residual_factor = factor",
-        ("test_rates.py",),
-    ),
-    Fault(
         "an entry of 0 travels as the mean of its neighbours",
         "gradcomp/messages",
         ".masked_fill(has_zero, 0.0)",

@@ -27,16 +27,26 @@ from mutations.fault import Fault
 from mutations.fsdp_faults import FSDP_FAULTS
 from mutations.kernels_faults import KERNEL_FAULTS
 from mutations.local_faults import LOCAL_FAULTS
-from mutations.moments_faults import MOMENTS_FAULTS
 from mutations.order_faults import ORDER_FAULTS, REASONS
 from mutations.package_faults import PACKAGE_FAULTS
+from mutations.program_faults import PROGRAM_FAULTS
 from mutations.progress_faults import PROGRESS_FAULTS
+from mutations.updates_faults import UPDATES_FAULTS
 
 from laboratory import machine
 from laboratory.report import write
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = ORDER_FAULTS + KERNEL_FAULTS + PROGRESS_FAULTS + PACKAGE_FAULTS + MOMENTS_FAULTS + FSDP_FAULTS + LOCAL_FAULTS
+FAULTS = (
+    *ORDER_FAULTS,
+    *KERNEL_FAULTS,
+    *PROGRESS_FAULTS,
+    *UPDATES_FAULTS,
+    *PACKAGE_FAULTS,
+    *PROGRAM_FAULTS,
+    *FSDP_FAULTS,
+    *LOCAL_FAULTS,
+)
 COPIES = ROOT / "build" / "mutations"
 SOURCES = ("*.py", "*.h", "*.inc", "*.cpp", "*.cu", "*.cuh")
 # Seconds that a set of tests may take. A fault that hangs a test is found, too.

@@ -17,7 +17,6 @@ import gradcomp
 from gradcomp.compressors.topk import TopK
 from gradcomp.core.compressor import Acc, Compressor, Steps
 from gradcomp.core.requests import World, gather, reduce
-from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.messages.sparse import EXACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update
@@ -137,15 +136,15 @@ def test_a_simulation_goes_on_after_a_failed_step(broken: str) -> None:
     grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
     simulation.step(grads)
     bucket = simulation._reducers[1].buckets[0]
-    feedback = bucket.feedback
+    compressor = bucket.compressor
     if broken == "shape":
         with pytest.raises(ValueError, match="has shape"):
             simulation.step([grads[0], grads[1] | {"c": torch.randn(3)}, grads[2]])
     else:
-        bucket.feedback = Feedback(Failing(0.1, "split"))
+        bucket.compressor = Failing(0.1, "split")
         with pytest.raises(RuntimeError, match="on purpose"):
             simulation.step(grads)
-        bucket.feedback = feedback
+        bucket.compressor = compressor
     check_conservation(simulation, grads)
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.slots import Slot
 from gradcomp.native import extension
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -110,7 +109,7 @@ def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
 ) -> None:
     """The first kernel of a bucket runs on the stream of the last gradient, the rest on that of step()."""
     slots = {name: Slot(name, (8,), torch.device("cpu")) for name in "abc"}
-    reducer = Reducer(make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options(), OptimizerView(Slots([*slots.values()])))
+    reducer = Reducer(make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options())
     (bucket,) = reducer.buckets
     bucket.streams = Streams(GPU)  # its arrays lie in main memory all the same
     read_on: list[Any] = []

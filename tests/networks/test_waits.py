@@ -138,7 +138,7 @@ def found(network: str) -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("network", PROGRAMS)
 @pytest.mark.parametrize("case", ["late to the meeting", "late to a step"])
 def test_ranks_that_wait_log_the_exchange_and_the_late_rank(network: str, case: str) -> None:
-    place = waits.MEETING if "meeting" in case else "bucket 0, request 0"
+    place = waits.MEETING if "meeting" in case else "agreement of the ranks"
     likeliest = "not have called gradcomp" if "meeting" in case else "be computing"
     whom = f"rank 1, which may {likeliest}" if network == "torch" else "the other ranks"
     for rank, own in enumerate(found(network)):

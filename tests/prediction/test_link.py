@@ -49,6 +49,13 @@ def test_messages_follow_one_another_and_rounds_go_bucket_by_bucket() -> None:
     assert laid_out(first, last).seconds == 15.5  # whatever the order in which buckets are given
 
 
+def test_an_exchange_of_updates_follows_the_optimizers_step() -> None:
+    last = Bucket(("last",), (Part(1.0, Message("gather", 3)), Part(0.25, None)), on_updates=True)
+    first = Bucket(("first",), (Part(1.0, Message("gather", 1)), Part(0.25, None)), on_updates=True)
+    # At 5.5 the first begins to encode, at 6.5 the second; the messages end at 9.5 and 10.5.
+    assert laid_out(last, first) == Step(10.75, 2.5, 9.5 - 7.5 + 10.5 - 9.75)
+
+
 def test_a_ring_sends_a_part_twice_to_all_others_and_a_gather_everything() -> None:
     link = Link(bandwidth=1e6, latency=1e-3)
     assert link.seconds(Message("reduce", 4_000_000), FOUR) == pytest.approx(6 * (1e-3 + 1.0))

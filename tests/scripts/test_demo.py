@@ -133,5 +133,5 @@ def test_the_demo_trains_on_two_ranks(door: str, tmp_path: Path, capsys: pytest.
     assert ("two emulated hosts with links of 200mbit" in said) == (demo.why_unshaped("200mbit") is None)
     plot, log = tmp_path / "loss.png", tmp_path / "topk-ratio-0-1.log"
     assert str(plot) in said and {plot, log} <= {*tmp_path.iterdir()}
-    assert "exchanges gradients, since SGD has no momentum" in log.read_text()
+    assert "exchanges updates after each step of SGD" in log.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")

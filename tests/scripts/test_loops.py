@@ -61,5 +61,5 @@ def test_two_cases_on_real_ranks(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "loops.json").read_text())
     lines = {line["key"][0]: line for line in record["cells"]}
     assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
-    assert "amsgrad" in lines["AdamW(amsgrad)"]["warned"][0] and lines["AdamW(amsgrad)"]["score"] > 10
-    assert lines["LBFGS"]["plain"] > 10
+    for line in lines.values():
+        assert line["score"] > 10 and line["plain"] > 10 and not line["refused"], line

@@ -54,7 +54,7 @@ def test_rows_of_equal_losses_become_one() -> None:
 def test_a_plain_loop_on_real_ranks(tmp_path: Path) -> None:
     (tmp_path / "tinyshakespeare.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     places = ["--data", str(tmp_path), "--cache", str(tmp_path), "--out", str(tmp_path)]
-    chosen = ["--trainers", "plain, step(closure)", "--specs", "topk:ratio=1", "--steps", "12", "--seeds", "1"]
+    chosen = ["--trainers", "plain, step(closure)", "--specs", "topk:ratio=1,wire=exact", "--steps", "60", "--seeds", "1"]
     assert main(["trainers", *places, *chosen]) == 0
     record = json.loads((tmp_path / "trainers-gpt.json").read_text())
     assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)

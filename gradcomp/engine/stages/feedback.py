@@ -19,11 +19,9 @@ from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Trai
 from gradcomp.core.requests import World
 from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.stages.adam import Adam
 from gradcomp.engine.stages.health import Health, remedy
-from gradcomp.engine.stages.rates import RateCorrection
-from gradcomp.engine.stages.sgd import Sgd
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, cut_factors, load_sum
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Shares, Stage, load_sum
+from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, MOMENTS
@@ -38,10 +36,8 @@ STAGES = 5
 class Feedback(Wrapper):
     """A wrapper with error feedback: entries that a step does not send are added to the next step's gradient.
 
-    A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
-    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OptimizerView).
-    Unsent entries are lost with feedback=false, as in some papers: the residual holds one step's gradient. A decay below 1, as
-    in SparseLoCo, comes before each step: mean(decay * residual before + gradient) == mean(residual after) + update.
+    The residual acts on updates: each rank's optimizer steps on its own gradient, start minus now goes into the residual, and
+    the compressor takes from it. With feedback=false a compressor acts on gradients, and the residual holds those of one step.
     """
 
     feedback: bool = knob(
@@ -51,7 +47,7 @@ class Feedback(Wrapper):
     )
     momentum: float | str = knob(
         AUTO,
-        "local momentum; auto: the optimizer's own, of known SGD or Adam; a number: the optimizer's must then be 0",
+        "momentum that the residual stands for; auto: the optimizer's, which is hidden; a number: in its place; 0: none",
         least=0,
         below=1,
         word=AUTO,
@@ -97,17 +93,19 @@ class Feedback(Wrapper):
         return self.decay if self.feedback else 0.0
 
     @property
-    def takes_momentum(self) -> bool:
-        """True if the optimizer's momentum is taken over."""
-        return self.momentum == AUTO and not self.inner.traits.momentum
+    def given_momentum(self) -> Momentum | None:
+        """The momentum in place of the optimizer's; None: the optimizer's own."""
+        if self.inner.traits.momentum:
+            return Momentum()
+        return None if isinstance(self.momentum, str) else Momentum(self.momentum, self.nesterov)
 
     @property
     def traits(self) -> Traits:
         inner = super().traits
         whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
-        rates = "used" if self.feedback and inner.rates == "unused" else inner.rates
         momentum = self.set_momentum or inner.momentum
-        return replace(inner, whole_model=whole_model, momentum=momentum, rates=rates, outermost=True)
+        acts_on_updates = self.feedback or momentum > 0 or inner.coarse
+        return replace(inner, whole_model=whole_model, momentum=momentum, acts_on_updates=acts_on_updates, outermost=True)
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
@@ -137,19 +135,16 @@ class Feedback(Wrapper):
     def stages(self) -> list[Stage]:
         """List the stages of a bucket, in the order in which they prepare."""
         traits = self.inner.traits
-        stages: list[Stage] = []
-        if self.takes_momentum:
-            stages.append(Adam())
-        if self.feedback:
-            stages.append(RateCorrection())
-        if self.takes_momentum or self.set_momentum:
-            stages.append(Sgd(self.set_momentum, self.nesterov, self.feedback))
-        stages.append(Residual(self.feedback, self.feedback and traits.selects, traits))
+        stages: list[Stage] = [Residual(self.feedback or self.set_momentum > 0, traits)]
         if self.clip > 0:
             stages.append(Clip(self.clip, self.clip_by == "model"))
         if self.feedback and not traits.shares_residual:
             stages.append(Health(str(self), remedy(self.inner)))
         return stages
+
+    def stages_of_updates(self) -> list[Stage]:
+        """List the stages of a bucket that exchanges updates: the residual stays, since it stands for the momentum, too."""
+        return [Residual(True, self.inner.traits), *(each for each in self.stages() if isinstance(each, Health))]
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
@@ -161,16 +156,15 @@ def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
 
 @dataclass
 class ResidualState:
-    """The arrays of every accumulation.
+    """The arrays of every bucket with feedback.
 
-    residual: flat; during a step the gradients are added to it, and the compressor takes from it. flag: int32[1], not 0 where a
-    gradient was not finite. last_sent: the step in which each entry was last sent (kernels.Mask). moments, peaks: statistics
-    that accumulating writes (Acc).
+    residual: flat; what was not sent. flag: int32[1], not 0 where a gradient was not finite. ages: of updates, the steps since
+    each entry was last sent. moments, peaks: statistics that accumulating writes (Acc).
     """
 
     residual: Tensor
     flag: Tensor
-    last_sent: Tensor | None = None
+    ages: Tensor | None = None
     moments: Tensor | None = None
     peaks: Tensor | None = None
 
@@ -179,13 +173,12 @@ class ResidualState:
 class Residual(Stage):
     """Keeps the residual.
 
-    keeps: from step to step. masks: entries of the residual get no momentum. traits: the compressor's.
+    keeps: from step to step. traits: the compressor's.
     """
 
     name: ClassVar[str] = "feedback"
     fields: ClassVar[tuple[str, ...]] = ("residual",)
     keeps: bool
-    masks: bool
     traits: Traits
 
     def init(self, layout: Layout, seed: int) -> ResidualState:
@@ -199,43 +192,58 @@ class Residual(Stage):
 
     def prepare(self, accumulation: Accumulation, state: ResidualState, context: StepContext) -> None:
         accumulation.moments, accumulation.peaks = state.moments, state.peaks
-        accumulation.residual_is_local = not self.traits.shares_residual
-        if self.masks:
-            if state.last_sent is None:  # every entry has been sent
-                state.last_sent = torch.full_like(state.residual, (accumulation.step - 1) % 256, dtype=torch.uint8)
-            # Adam's rule leaves the first moment out of a direction by itself. A residual that is kept keeps its momentum.
-            masked = accumulation.adaptive is None and not accumulation.residual_is_kept
-            accumulation.mask = kernels.Mask(accumulation.velocity if masked else None, state.last_sent, accumulation.step)
-
-    def arrays(self, state: ResidualState) -> list[Tensor]:
-        return [] if state.last_sent is None else [state.last_sent]
 
     def save(self, state: ResidualState, layout: Layout, copy: Copy) -> Part:
-        layers = super().save(state, layout, copy).layers if self.keeps else {}
-        return Part(layers, {"last_sent": None if state.last_sent is None else state.last_sent.clone()})
+        if not self.keeps:
+            return Part()
+        ages = {} if state.ages is None else {"ages": {name: copy(each) for name, each in layout.views(state.ages).items()}}
+        return Part({**super().save(state, layout, copy).layers, **ages})
 
     def load(self, state: ResidualState, layout: Layout, shares: Shares) -> Callable[[], None]:
         parts = [share.arrays("residual", layout) for share in shares.own] if self.keeps else []
-        last_sent = None
-        own = shares.own[0].bucket if shares.own else None
-        if own is not None and saved.entry(own, "last_sent") is not None:
-            theirs = saved.tensor(own, "last_sent", state.residual.shape, dtype=torch.uint8)
-            last_sent = theirs.to(layout.device, copy=True)  # a commit may be loaded again
+        ages = self._ages(layout, shares) if self.keeps else None
 
         def copy() -> None:
-            state.last_sent = last_sent
+            state.ages = ages
             state.flag.zero_()
             if self.keeps:
                 load_sum(state, "residual", layout, parts, shares.factor)
 
         return copy
 
-    def carry(self, state: ResidualState, layout: Layout, before: Share) -> None:
-        super().carry(state, layout, before._replace(bucket=None))  # the new spec may select other entries
+    def _ages(self, layout: Layout, shares: Shares) -> Tensor | None:
+        """Return the ages of the first share. A residual without any has waited for long: the next send is a whole one."""
+        found: dict[str, Tensor] = {}
+        for share in shares.own[:1]:
+            theirs = saved.table_or_empty(share.layers, "ages")
+            for name, size in zip(layout.names, layout.sizes, strict=True):
+                if name in theirs:
+                    what = f"{share.prefix}the ages of {name!r}"
+                    found[name] = saved.tensor(theirs, name, (size,), dtype=torch.uint8, what=what)
+        if not found:
+            return None
+        ages = torch.full((layout.total,), 255, dtype=torch.uint8, device=layout.device)
+        waiting = saved.table_or_empty(shares.own[0].layers, "residual")
+        for name, view in layout.views(ages).items():
+            if name in found:
+                view.copy_(found[name])
+            elif name not in waiting or not waiting[name].any():
+                view.zero_()
+        return ages
 
     def scale(self, state: ResidualState, factor: float) -> None:
         if self.keeps:
             state.residual.mul_(factor).clamp_(-LARGEST, LARGEST)
+
+
+def cut_factors(bound: float | Tensor, squares: Tensor, whole_model: bool) -> Tensor:
+    """Return the factors that cut gradients to a bound, as torch computes them. squares: the sum of each layer's.
+
+    A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
+    """
+    squares.nan_to_num_(0.0, 0.0, 0.0)
+    norms = squares.sum().sqrt().expand_as(squares) if whole_model else squares.sqrt()
+    return (bound / (norms + 1e-6)).clamp(max=1).float()
 
 
 @dataclass(frozen=True)
@@ -254,9 +262,4 @@ class Clip(Stage):
 
     def prepare(self, accumulation: Accumulation, state: Tensor, context: StepContext) -> None:
         kernels.sum_squares(accumulation.grads, state, accumulation.memory)
-        # A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
-        state.nan_to_num_(0.0, 0.0, 0.0)
-        norms = state.sum().sqrt().expand_as(state) if self.whole_model else state.sqrt()
-        if accumulation.loss_scale is not None:
-            norms = norms / accumulation.loss_scale
-        accumulation.scales = cut_factors(self.norm / math.sqrt(context.world.size), norms)
+        accumulation.scales = cut_factors(self.norm / math.sqrt(context.world.size), state, self.whole_model)

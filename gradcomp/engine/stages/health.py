@@ -6,27 +6,20 @@ import math
 import statistics
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Compressor, Layout, Steps
-from gradcomp.core.requests import World
-from gradcomp.engine.context import StepContext
-from gradcomp.engine.stages.stage import Accumulation, Stage, squares_of
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
+from gradcomp.engine.stages.stage import Stage
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy
 
 # Steps between two measurements. Each is at most four passes over the bucket.
 INTERVAL = 50
-# Entries in one computation of ages.
-PART = 2**20
-# An entry is old if it was last sent this many steps ago, or more.
-OLD = 128
-# A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing. With
-# few old entries, other steps have sent it: a flush.
-TAKES_NOTHING, TIMES, SOME_OLD = 1.0, 3, 0.5
+# A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing.
+TAKES_NOTHING, TIMES = 1.0, 3
 # A residual that grew by this factor between so many measurements on end grows exponentially.
 GROWTH, GROWTHS = 1.5, 8
 # The measurements before the next two findings. Those end once the measured steps stand for takes of so many residuals: a good
@@ -65,20 +58,15 @@ class Health(Stage):
     """Measures the residual of a bucket before and after a take. spec, remedy: for the warning."""
 
     name: ClassVar[str] = "health"
+    interval: ClassVar[int] = INTERVAL
     spec: str
     remedy: str
 
     def init(self, layout: Layout, seed: int) -> Measurements:
         return Measurements(self, layout.names)
 
-    def after(self, accumulation: Accumulation, state: Measurements, context: StepContext) -> None:
-        if accumulation.step % INTERVAL == 0:
-            state.before(accumulation, _squares(accumulation) if accumulation.adds_gradients else None)
-
-    def around(self, steps: Steps, accumulation: Accumulation, state: Measurements, world: World) -> Steps:
-        if accumulation.step % INTERVAL or accumulation.residual_is_kept:
-            return steps
-        return _measured(steps, state, accumulation.residual)
+    def around(self, steps: Steps, acc: Acc, state: Measurements) -> Steps:
+        return _measured(steps, state, acc)
 
 
 class Measurements:
@@ -98,23 +86,17 @@ class Measurements:
         self.warning = ""
         self.figures: dict[str, float] = {}
 
-    def before(self, accumulation: Accumulation, squares: Tensor | None) -> None:
-        """Measure before a take. squares: of each layer's gradient, summed, where gradients are added to the residual."""
+    def before(self, acc: Acc) -> None:
+        """Measure before a take."""
         self._read()
-        residual, mask = accumulation.residual, accumulation.mask
-        self._measuring = torch.full((5,), math.nan, dtype=torch.float64, device=residual.device)
-        self._measuring[1:3] = 0
-        if squares is not None:
-            self._measuring[0] = squares.sum()
-        kernels.sum_squares([residual], self._measuring[1:2])
-        if mask is not None:
-            last_sent: Any = mask.last_sent
-            self._measuring[3] = _count_old(last_sent, mask.step).double() / max(1, len(last_sent))
-        self._measuring[4:] = accumulation.flag
+        self._measuring = torch.zeros(3, dtype=torch.float64, device=acc.residual.device)
+        kernels.sum_squares([acc.residual], self._measuring[:1])
+        if acc.flag is not None:
+            self._measuring[2:] = acc.flag
 
     def after(self, residual: Tensor) -> None:
         """Measure after the take."""
-        kernels.sum_squares([residual], self._measuring[2:3])
+        kernels.sum_squares([residual], self._measuring[1:2])
         self._measured = HostCopy(self._measuring)
         if not residual.is_cuda:
             self._read()
@@ -122,21 +104,17 @@ class Measurements:
     def _read(self) -> None:
         if self._measured is None:
             return
-        gradient, before, after, old, refused = self._measured.all()
+        before, after, refused = self._measured.all()
         self._measured = None
         share_left = after / before if before > 0 else 0.0
         if refused or not (math.isfinite(before) and math.isfinite(after)):
             return
         self.figures = {"taken": 1 - share_left}
-        if not math.isnan(gradient):
-            self.figures["residual_over_gradient"] = (after / gradient) ** 0.5 if gradient else 0.0
-        if not math.isnan(old):
-            self.figures["older"] = old
-        self._judge(share_left, after**0.5, others_sent=old < SOME_OLD)
+        self._judge(share_left, after**0.5)
 
-    def _judge(self, share_left: float, residual: float, others_sent: bool) -> None:
-        """Judge a measurement. others_sent: steps that were not measured have sent most entries."""
-        self._left_most = self._left_most + 1 if share_left >= TAKES_NOTHING and not others_sent else 0
+    def _judge(self, share_left: float, residual: float) -> None:
+        """Judge a measurement."""
+        self._left_most = self._left_most + 1 if share_left >= TAKES_NOTHING else 0
         self._grew = self._grew + 1 if residual > GROWTH * self._last > 0 else 0
         self._last = residual
         if self._left_most >= TIMES:
@@ -146,7 +124,7 @@ class Measurements:
         elif INTERVAL * sum(self._taken) < SENT:
             self._taken.append(1 - share_left)
             self._residuals.append(residual)
-            if len(self._taken) >= FEWEST and not others_sent:
+            if len(self._taken) >= FEWEST:
                 self._judge_all()
 
     def _judge_all(self) -> None:
@@ -172,24 +150,9 @@ class Measurements:
         warnings.warn(self.warning, stacklevel=2)
 
 
-def _squares(accumulation: Accumulation) -> Tensor:
-    """Sum the squares of each layer's gradient, as it is added to the residual."""
-    squares = squares_of(accumulation.grads, accumulation.loss_scale, accumulation.memory)
-    return squares if accumulation.scales is None else squares.mul_(accumulation.scales.double().square())
-
-
-def _measured(steps: Steps, measurements: Measurements, residual: Tensor) -> Steps:
-    """Run an exchange, and measure after it."""
+def _measured(steps: Steps, measurements: Measurements, acc: Acc) -> Steps:
+    """Run an exchange, and measure before and after it."""
+    measurements.before(acc)
     update = yield from steps
-    measurements.after(residual)
+    measurements.after(acc.residual)
     return update
-
-
-def _count_old(last_sent: Tensor, step: int) -> Tensor:
-    """Count the old entries. The steps of much older ones are moved up, so that modulo 256 they stay old."""
-    count = torch.zeros((), dtype=torch.int64, device=last_sent.device)
-    for part in last_sent.split(PART):
-        is_old = step % 256 - part >= OLD  # modulo 256, too
-        part.masked_fill_(is_old, (step - OLD) % 256)
-        count += is_old.count_nonzero()
-    return count

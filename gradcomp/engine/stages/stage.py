@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.core.compressor import Acc, Layout, Steps
-from gradcomp.core.requests import World
-from gradcomp.engine.context import Decays, Rates, StepContext
+from gradcomp.engine.context import StepContext
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
@@ -26,11 +25,7 @@ Copy = Callable[[Tensor], Tensor]
 class Accumulation:
     """The arguments of the one call of kernels.accumulate that adds a bucket's gradients to its residual. Stages fill it in.
 
-    step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of
-    it. layer_factors: by number, of the layers with other factors, which their residuals have already, but for the decay of
-    the spec. residual_is_scaled: the old residual has its factor already. residual_is_kept: the step sends none of it, and it
-    comes back after the step. dropped: a stage has emptied the residual for good. idle: the numbers of layers without a
-    gradient on this rank: frozen, or unused in this step. decays: of the weights to add to the gradients.
+    residual_factor: of the old residual; 0 where nothing of it stays.
     """
 
     grads: Sequence[Tensor]
@@ -38,101 +33,39 @@ class Accumulation:
     residual: Tensor
     flag: Tensor
     memory: Memory
-    step: int
-    loss_scale: Tensor | None = None
     residual_factor: float = 1.0
-    layer_factors: Mapping[int, float] = field(default_factory=dict)
-    residual_is_scaled: bool = False
-    residual_is_local: bool = True
-    residual_is_kept: bool = False
-    dropped: bool = False
-    velocity: Tensor | None = None
-    momentum: float = 0.0
-    nesterov: bool = False
-    adaptive: kernels.Adaptive | None = None
-    others: Mapping[int, kernels.Adaptive] | None = None
-    idle: Collection[int] = ()
-    decays: Decays = field(default_factory=dict)
     scales: Tensor | None = None
     moments: Tensor | None = None
     peaks: Tensor | None = None
-    mask: kernels.Mask | None = None
-    undone: int = 0
-
-    def drop_residual(self) -> None:
-        """Empty the residual for good: it holds another quantity than the step adds."""
-        self.residual.zero_()
-        self.dropped = True
-
-    def scale_residual(self) -> None:
-        """Multiply the old residual by its factor before run(), for a stage that adds to it."""
-        if self.residual_factor != 1:
-            self.residual.mul_(self.residual_factor).clamp_(-LARGEST, LARGEST)
-            self.residual_is_scaled = True
-
-    @property
-    def adds_gradients(self) -> bool:
-        """True if the step adds gradients to the residual; False if it adds velocities or directions."""
-        return not (self.momentum or self.adaptive)
 
     def run(self) -> None:
-        """Add the gradients to the residual, in one native call, behind another where weights are added to them."""
-        grads, scales, loss_scale = (self._decayed(), None, None) if self.decays else (self.grads, self.scales, self.loss_scale)
+        """Add the gradients to the residual, in one native call."""
         kernels.accumulate(
-            grads,
+            self.grads,
             self.residual,
-            self.velocity,
+            None,
             self.flag,
-            self.momentum,
-            self.nesterov,
-            scales=scales,
-            loss_scale=loss_scale,
+            scales=self.scales,
             moments=self.moments,
             peaks=self.peaks,
-            adaptive=self.adaptive,
-            others=self.others,
-            mask=None if self.adds_gradients else self.mask,
-            residual_is_local=self.residual_is_local,
-            residual_factor=1.0 if self.residual_is_scaled else self.residual_factor,
+            residual_factor=self.residual_factor,
             memory=self.memory,
         )
 
     @torch.no_grad()
-    def _decayed(self) -> Sequence[Tensor]:
-        """Copy the gradients, without the loss scale and cut, and add the decaying weights to the copies."""
-        flat: Tensor = self.memory.scratch("decayed", self.layout.total, self.residual, "float32")
+    def cut(self) -> Sequence[Tensor]:
+        """Copy the gradients to scratch, cut by their scales."""
+        flat: Tensor = self.memory.scratch("gradients", self.layout.total, self.residual, "float32")
         kernels.flatten(self.grads, flat)
-        if self.loss_scale is not None:
-            flat.div_(self.loss_scale)
-        copies = [*flat.split(self.layout.sizes)]
+        copies: Sequence[Tensor] = flat.split(self.layout.sizes)
         if self.scales is not None:
-            torch._foreach_mul_(copies, [*self.scales.unbind()])
-        for decay, (layers, weights) in self.decays.items():
-            if layers:
-                torch._foreach_add_([copies[layer] for layer in layers], weights, alpha=decay)
+            torch._foreach_mul_([*copies], [*self.scales.unbind()])
         return copies
 
-    def acc(self, rates: Rates, frozen: Sequence[int]) -> Acc:
+    def acc(self, rates: tuple[float, ...] | None, frozen: Sequence[int]) -> Acc:
         """Return the acc that the compressor takes from. frozen: the numbers of frozen layers."""
         spans = self.layout.spans_of(frozen) if frozen else ()
-        return Acc(self.residual, self.memory, self.mask, self.flag, self.moments, rates, self.peaks, spans)
-
-
-def squares_of(grads: Sequence[Tensor], loss_scale: Tensor | None, memory: Memory) -> Tensor:
-    """Sum the squares of each gradient, without the loss scale."""
-    squares = torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
-    kernels.sum_squares(grads, squares, memory)
-    return squares if loss_scale is None else squares.mul_((1 / loss_scale).double().square())
-
-
-def tensor_on(device: torch.device, numbers: Sequence[Any]) -> Tensor:
-    """Make a tensor of a few numbers on a device. A GPU is not waited for."""
-    return torch.tensor(numbers).to(device, non_blocking=device.type != "cpu")
-
-
-def cut_factors(bound: float | Tensor, norms: Tensor) -> Tensor:
-    """Return the factors that cut gradients of these norms to a bound, as torch computes them. bound: one, or one of each."""
-    return (bound / (norms + 1e-6)).clamp(max=1).float()
+        return Acc(self.residual, self.memory, None, self.flag, self.moments, rates, self.peaks, spans)
 
 
 class Part(NamedTuple):
@@ -174,12 +107,10 @@ class Share(NamedTuple):
 class Shares(NamedTuple):
     """The shares that a bucket's stage loads.
 
-    own: of the residuals that the rank takes over. others: those of all ranks, for a rank that takes over none.
-    factor: for the sum of residuals.
+    own: of the residuals that the rank takes over. factor: for the sum of residuals.
     """
 
     own: Sequence[Share]
-    others: Sequence[Share] = ()
     factor: float = 1.0
 
 
@@ -189,10 +120,12 @@ class Stage(ABC):
     A stage fills in its arguments of the accumulation. It owns its part of the bucket's state, and of a saved state: a
     saved field is added in the stage's file, and FORMAT of engine/state counts it.
 
-    name: of its part. fields: the flat arrays of its state, which may be None; each is saved by layer.
+    name: of its part. fields: the flat arrays of its state, which may be None; each is saved by layer. interval: around() acts
+    in one step of so many; 0: in none.
     """
 
     name: ClassVar[str]
+    interval: ClassVar[int] = 0
     fields: ClassVar[tuple[str, ...]] = ()
 
     def init(self, layout: Layout, seed: int) -> Any:
@@ -203,12 +136,8 @@ class Stage(ABC):
         """Fill in arguments of the accumulation."""
         return
 
-    def after(self, accumulation: Accumulation, state: Any, context: StepContext) -> None:
-        """Look at the result of the accumulation."""
-        return
-
-    def around(self, steps: Steps, accumulation: Accumulation, state: Any, world: World) -> Steps:
-        """Return the exchange, with the stage's requests before it or its work after it."""
+    def around(self, steps: Steps, acc: Acc, state: Any) -> Steps:
+        """Return an exchange with the stage's work before it and after it."""
         return steps
 
     def arrays(self, state: Any) -> list[Tensor]:

@@ -13,6 +13,7 @@ from gradcomp.native.kernels.gradients import (
     may_have_failed,
     offer_all,
     peaks,
+    scratch_of_squares,
     settle_all,
     spread,
     sum_squares,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, UNKNOWN_PEAK, Array, count, on_cuda, queue
+from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue, scratch_words
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
@@ -17,12 +17,29 @@ from gradcomp.native.memory import Memory
 
 def flatten(grads: Sequence[Array], flat: Array) -> None:
     """Copy the gradients into flat, one after the other, cast to float32."""
+    if len(grads) <= MOST_PIECES:
+        extension.native.flatten(grads, flat, **queue(flat))
+        return
     for part, _, place in chunks_of(grads):
         extension.native.flatten(part, part_of(flat, place), **queue(flat))
 
 
-def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = None) -> None:
-    """Sum the squares of each gradient in float64: squares[i] <- sum of grads[i]^2."""
+def scratch_of_squares(grads: Sequence[Tensor], squares: Tensor) -> Tensor | None:
+    """Make scratch for sum_squares() of gradients of these sizes. Return None if one launch does not take them."""
+    if len(grads) > MOST_PIECES:
+        return None
+    words = scratch_words(extension.native, "accumulate", on_cuda(squares), sum(map(count, grads)), len(grads))
+    return torch.empty(words, dtype=torch.int32, device=squares.device)
+
+
+def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = None, scratch: Array | None = None) -> None:
+    """Sum the squares of each gradient in float64: squares[i] <- sum of grads[i]^2.
+
+    scratch: that of scratch_of_squares(), for one launch.
+    """
+    if scratch is not None:
+        extension.native.sum_squares(grads, squares, scratch, **queue(squares))
+        return
     memory = memory or Memory()
     for part, layers, _ in chunks_of(grads):
         scratch = lend_scratch(sum(map(count, part)), part, squares, memory)
@@ -155,6 +172,9 @@ def spread(
     verdict: int32[1]; tells add_back() whether the bucket failed in this step.
     wipes: set flat and its marks to zeros in the same call, if one call is enough.
     """
+    if marks is None and len(grads) <= MOST_PIECES:
+        extension.native.spread(flat, flat, None, grads, loss_scale, residual, verdict, scale, step, **queue(flat))
+        return False
     chunks = chunks_of(grads)
     if wipes and marks is not None and len(chunks) == 1:
         extension.native.spread_and_wipe(flat, marks, grads, loss_scale, residual, verdict, scale, step, **queue(flat))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcomp.native import extension
-from gradcomp.native.extension import UNKNOWN_PEAK, Array, count, queue
+from gradcomp.native.extension import MOST_PIECES, UNKNOWN_PEAK, Array, count, queue
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.memory import Memory
 
@@ -37,12 +37,16 @@ def offer_progress(
     flag: becomes 1 if an entry's progress was not finite, which counts as 0; otherwise 0.
     moments, peaks: become those of the offered entries, see accumulate().
     """
+    if len(weights) <= MOST_PIECES:
+        scratch = None if moments is None else lend_scratch(count(start), weights, residual, memory or Memory())
+        arrays = (weights, decays, start, residual, ages, shares, flag, moments, peaks, scratch)
+        extension.native.offer_progress(*arrays, factor, residual_factor, **queue(residual))
+        return
     memory = memory or Memory()
-    chunks = chunks_of(weights)
-    if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
+    if peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
-        peaks = None
-    flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
+    chunks = chunks_of(weights)
+    flags = memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
         flat = part_of(start, place)
         extension.native.offer_progress(
@@ -52,16 +56,15 @@ def offer_progress(
             part_of(residual, place),
             part_of(ages, place),
             shares,
-            flag if len(chunks) == 1 else flags[i : i + 1],
+            flags[i : i + 1],
             part_of(moments, layers),
-            peaks,
+            None,
             None if moments is None else lend_scratch(count(flat), part, residual, memory),
             factor,
             residual_factor,
             **queue(residual),
         )
-    if len(chunks) > 1:
-        flag[:] = flags.max()
+    flag[:] = flags.max()
 
 
 def deliver_progress(
@@ -79,9 +82,9 @@ def deliver_progress(
 
     rest: the offer, after the compressor took entries out of it. marks: of the update, to skip its zeros and their weights.
     """
-    chunks = chunks_of(weights)
-    marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
-    for part, _, place in chunks:
-        first = update if place is None else update[:1]
-        arrays = (marks, part, part_of(rest, place), part_of(residual, place))
-        extension.native.deliver_progress(part_of(update, place), first, *arrays, scale, **queue(residual))
+    if len(weights) <= MOST_PIECES:
+        extension.native.deliver_progress(update, update, marks, weights, rest, residual, scale, **queue(residual))
+        return
+    for part, _, place in chunks_of(weights):  # chunks do not end where lines of marks do
+        arrays = (None, part, part_of(rest, place), part_of(residual, place))
+        extension.native.deliver_progress(part_of(update, place), update[:1], *arrays, scale, **queue(residual))

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gradcomp.core.requests import Request, World
-from gradcomp.engine.optimizer_view import FixedRates
-from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.reducer import BUCKETS_OF_UPDATES, Options, Reducer
+from gradcomp.engine.slots import Slot
 from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.engine.updates.hidden_momentum import Momentum
+from gradcomp.engine.updates.progress import StepRule
 from gradcomp.native import extension
 from gradcomp.networks import Answer
 from gradcomp.prediction.measure import gradients
@@ -36,7 +37,7 @@ BUCKET_MB = 25.0
 SMALLER = 10_000
 # Steps before those that count: capacities have settled then, and memory is kept.
 SETTLING = 20
-RATE = 0.1
+RATE, MOMENTUM = 0.1, Momentum(0.9)
 
 EXAMPLES = """\
 example:
@@ -132,24 +133,15 @@ class Costs(NamedTuple):
 
 def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -> Costs:
     """Take steps on one of some ranks, and return the costs of those that count."""
-    device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
-    grads = gradients(shapes, device)
-    slots = {name: Slot(name, grad.shape, device) for name, grad in grads.items()}
-    for name, slot in slots.items():
-        slot.update = torch.empty_like(grads[name]).view(-1)
-    network, real = Instant(world), extension.native
+    network, real = Instant(World(0, ranks, tuple(range(ranks)))), extension.native
     native = extension.native = Native(real)
     outside, inside, calls = [], [], Counter[str]()
     try:
-        view = FixedRates(Slots([*slots.values()]), RATE)
-        reducer = Reducer(make(spec), slots, network, Options(bucket_mb=bucket_mb), view)
+        make_steps = Updates if make(spec).traits.acts_on_updates else Gradients
+        taken = make_steps(spec, shapes, network, bucket_mb)
         for step in range(SETTLING + count):
             native.seconds, native.calls, network.seconds = 0.0, Counter(), 0.0
-            began = time.perf_counter()
-            for name in reversed(grads):
-                reducer.ready(slots[name], grads[name])
-            reducer.finish()
-            spent = time.perf_counter() - began
+            spent = taken.step()
             if step >= SETTLING:
                 inside.append(native.seconds)
                 outside.append(spent - native.seconds - network.seconds)
@@ -157,7 +149,57 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
                     calls |= native.calls
     finally:
         extension.native = real
-    return Costs(len(reducer.buckets), Spread.of(outside), Spread.of(inside), calls)
+    return Costs(len(taken.reducer.buckets), Spread.of(outside), Spread.of(inside), calls)
+
+
+class Gradients:
+    """Exchanges of gradients."""
+
+    def __init__(self, spec: str, shapes: Shapes, network: RecordingNetwork, bucket_mb: float):
+        device = torch.device("cpu")
+        self._grads = gradients(shapes, device)
+        self._slots = {name: Slot(name, grad.shape, device) for name, grad in self._grads.items()}
+        for name, slot in self._slots.items():
+            slot.update = torch.empty_like(self._grads[name]).view(-1)
+        self.reducer = Reducer(make(spec), self._slots, network, Options(bucket_mb=bucket_mb))
+        self.reducer.layer_rates = dict.fromkeys(shapes, RATE)
+
+    def step(self) -> float:
+        """Take a step, and return its seconds."""
+        began = time.perf_counter()
+        for name in reversed(self._grads):
+            self.reducer.ready(self._slots[name], self._grads[name])
+        self.reducer.finish()
+        return time.perf_counter() - began
+
+
+class Updates:
+    """Exchanges of updates of an optimizer with momentum, in as many buckets as a model of the whole size has."""
+
+    def __init__(self, spec: str, shapes: Shapes, network: RecordingNetwork, bucket_mb: float):
+        device = torch.device("cpu")
+        grads = gradients(shapes, device)
+        self._weights = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in grads.items()}
+        slots = {name: Slot(name, shapes[name], device, weight) for name, weight in self._weights.items()}
+        largest = max(bucket_mb, 4e-6 * sum(map(math.prod, shapes.values())) / BUCKETS_OF_UPDATES)
+        self.reducer = Reducer(make(spec), slots, network, Options(bucket_mb=largest), on_updates=True)
+        self.reducer.layer_rates = dict.fromkeys(shapes, RATE)
+        self._updates = [RATE * grad for grad in grads.values()]
+
+    def step(self) -> float:
+        """Take a step, and return its seconds, without those of the optimizer."""
+        began = time.perf_counter()
+        for bucket in self.reducer.buckets:
+            assert bucket.progress is not None
+            bucket.progress.rule = StepRule(MOMENTUM)
+            bucket.progress.begin()
+        copied = time.perf_counter() - began
+        with torch.no_grad():
+            for weight, update in zip(self._weights.values(), self._updates, strict=True):
+                weight.sub_(update)
+        began = time.perf_counter()
+        self.reducer.run(self.reducer.buckets)
+        return copied + time.perf_counter() - began
 
 
 def resnet50(width: int = 64) -> Shapes:

@@ -1,4 +1,4 @@
-"""A rank of gpu_check under torchrun: DDP on one device, without and with gradcomp, compared bit for bit."""
+"""A rank of gpu_check under torchrun: DDP on one device, without and with gradcomp, and the comparison of weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gradcomp.ddp
 from laboratory import ranks
 from laboratory.gpu import steps
 
-LIKE_DDP = ["ddp", "dense", steps.EXACT]
+LIKE_DDP, NEAR_DDP = ["ddp", "dense"], [steps.EXACT]
 OTHERS = [steps.SPARSE, "sdagc", "orq:route=alltoall", "gtopk", "gs_sgd"]
 
 
@@ -26,7 +26,7 @@ def make(spec: str, model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     if spec != "ddp":
-        gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer)
+        gradcomp.ddp.attach(wrapped, spec)
     return wrapped, optimizer
 
 
@@ -54,7 +54,7 @@ def run(description: str | None, compared: Callable[[argparse.Namespace], dict[s
 
 def compared(options: argparse.Namespace) -> dict[str, Any]:
     """Train under every spec."""
-    return steps.compare([*LIKE_DDP, *OTHERS], LIKE_DDP, make, agree, options, dist.get_rank())
+    return steps.compare([*LIKE_DDP, *NEAR_DDP, *OTHERS], LIKE_DDP, make, agree, options, dist.get_rank(), NEAR_DDP)
 
 
 if __name__ == "__main__":

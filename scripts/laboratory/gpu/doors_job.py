@@ -18,13 +18,14 @@ from gradcomp.networks.replicas import NAME
 from laboratory.gpu import steps
 from laboratory.gpu.ddp_job import agree, run
 
-# The specs of each kind: those that must give the weights of torch alone, which is the first; and others.
-LIKE, OTHERS = ["none", "dense", steps.EXACT], [steps.SPARSE]
+# The specs of each kind: those that must give the weights of torch alone, which is the first; those that must but for rounding;
+# and others.
+LIKE, NEAR, OTHERS = ["none", "dense"], [steps.EXACT], [steps.SPARSE]
 KINDS = {
-    "FSDP2 over shards": (["none", "dense"], ["blocks"]),
-    "FSDP2 over replicas": (LIKE, OTHERS),
-    "compiled": (LIKE, OTHERS),
-    "scaled": (LIKE, OTHERS),
+    "FSDP2 over shards": (LIKE, [], ["blocks"]),
+    "FSDP2 over replicas": ([*LIKE, *NEAR], [], OTHERS),
+    "compiled": (LIKE, NEAR, OTHERS),
+    "scaled": (LIKE, NEAR, OTHERS),
 }
 
 
@@ -74,7 +75,7 @@ def by_ddp(kind: str, device: str, spec: str, model: nn.Module) -> tuple[nn.Modu
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0) if kind == "scaled" else None
     if spec != "none":
-        gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer, scaler=scaler)
+        gradcomp.ddp.attach(wrapped, spec)
     if scaler:
         return wrapped, Scaled(optimizer, scaler)
     return torch.compile(wrapped, backend="inductor" if device == "cuda" else "eager"), optimizer  # type: ignore[return-value]
@@ -83,14 +84,14 @@ def by_ddp(kind: str, device: str, spec: str, model: nn.Module) -> tuple[nn.Modu
 def compared(options: argparse.Namespace) -> dict[str, Any]:
     """Train by every kind under every spec."""
     checks: dict[str, bool] = {}
-    for kind, (like, others) in KINDS.items():
+    for kind, every in KINDS.items():
 
         def make(way: str, model: nn.Module) -> tuple[nn.Module, Any]:
             kind, _, spec = way.partition(", ")
             return (by_fsdp if "FSDP2" in kind else by_ddp)(kind, options.device, spec, model)
 
-        every, first = ([f"{kind}, {spec}" for spec in specs] for specs in ([*like, *others], like))
-        checks |= steps.compare(every, first, make, agree, options, dist.get_rank())["checks"]
+        like, near, others = ([f"{kind}, {spec}" for spec in specs] for specs in every)
+        checks |= steps.compare([*like, *near, *others], like, make, agree, options, dist.get_rank(), near)["checks"]
     return {"width": options.width, "steps": steps.STEPS, "checks": checks}
 
 

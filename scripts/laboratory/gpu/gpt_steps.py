@@ -76,7 +76,7 @@ class Gpt(nn.Module):
         return cross_entropy((self.norm(hidden) @ self.words.weight.T).float().flatten(0, 1), y.flatten())
 
 
-def exchanged(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, way: str, bucket_mb: int) -> None:
+def exchanged(model: DistributedDataParallel, way: str, bucket_mb: int) -> None:
     """Give a model the exchange of a way."""
     if way == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -84,7 +84,7 @@ def exchanged(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, 
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != "ddp":
-        gradcomp.ddp.attach(model, way, optimizer=optimizer, bucket_mb=bucket_mb)
+        gradcomp.ddp.attach(model, way, bucket_mb=bucket_mb)
 
 
 def stepping(way: str, optimizer_name: str, bucket_mb: int, device: torch.device, shape: Shape) -> Callable[[], None]:
@@ -98,7 +98,7 @@ def stepping(way: str, optimizer_name: str, bucket_mb: int, device: torch.device
         optimizer = torch.optim.AdamW(gpt.parameters(), 1e-4, fused=True)
     else:
         optimizer = torch.optim.SGD(gpt.parameters(), 0.01, momentum=0.9)
-    exchanged(model, optimizer, way, bucket_mb)
+    exchanged(model, way, bucket_mb)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):

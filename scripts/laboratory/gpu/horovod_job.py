@@ -1,4 +1,4 @@
-"""A rank of gpu_check under horovodrun: stock Horovod on one device, compared bit for bit."""
+"""A rank of gpu_check under horovodrun: stock Horovod on one device, and the comparison of weights."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def main() -> None:
     options = steps.parser(__doc__).parse_args()
     os.environ.update(steps.NCCL)
     hvd.init()
-    like_stock = [way for way in WAYS if not way.startswith(steps.SPARSE)]
-    result = steps.compare(WAYS, like_stock, make, agree, options, hvd.rank())
+    like_stock, near_stock = (
+        [way for way in WAYS if way.startswith(beginnings)] for beginnings in (("horovod", "dense"), steps.EXACT)
+    )
+    result = steps.compare(WAYS, like_stock, make, agree, options, hvd.rank(), near_stock)
     if hvd.rank() == 0:
         ranks.report(result)
     hvd.barrier()  # a rank that shuts down ends Horovod for the others

@@ -50,7 +50,7 @@ class Door:
             return Fitted(model, steps, lambda: int(steps.stats()["bytes_sent_total"] // max(1, steps.stats()["steps"])))
         if found is None:
             wrapped = DistributedDataParallel(model)
-            handle = gradcomp.ddp.attach(wrapped, way, optimizer=optimizer, seed=seed)
+            handle = gradcomp.ddp.attach(wrapped, way, seed=seed)
             return Fitted(wrapped, optimizer, lambda: int(handle.stats()["bytes_sent"]), handle.stats)
         name, number = found
         if name == "none":

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 import gradcomp
-from laboratory.harness import local_steps
-from laboratory.harness.ways import local_of
+from laboratory.harness import local_steps, ways
+from laboratory.harness.replicas import Replicas
 from laboratory.tasks import table
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import TUNED_RATE, Job, Settings, Task, clip, momentum_of, optimizer_of, rate_of
@@ -23,39 +26,68 @@ if TYPE_CHECKING:
 
 @threads(1)
 def train(own: Training, folder: Path) -> dict[str, Any]:
-    """Train on one thread. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
+    """Train on one thread. What the ranks come to is checked to be equal to the last bit in every step."""
     began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
     arrays = table.load(table.place(folder, own.data) if own.data else None)
     job = task.make(settings, own.seed, own.ranks, arrays)
-    if (local := local_of(own.way)) is not None:
+    if (local := ways.local_of(own.way)) is not None:
         losses, sent = local_steps.train(job, task, settings, own.ranks, own.seed, local)
         return _figures(job, task, settings, losses, sent, began, None)
-    named = dict(job.model.named_parameters())
-    optimizer = optimizer_of(task, settings, job.model, momentum_of(own.way))
-    shapes = {name: tuple(each.shape) for name, each in named.items()}
-    known: Any = {"optimizer": optimizer, "named_parameters": list(named.items())}
-    simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
+    exchange = (Updates if ways.acts_on_updates(own.way) else Gradients)(own, job, task)
+    parameters = [*job.model.parameters()]
     losses, sent = [], []
     warned_at = None
     for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
+        for optimizer in exchange.optimizers:
+            optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
         loss, grads = 0.0, []
         for x, y in map(next, job.batches):
             of_rank = job.loss(job.model(x), y)
             loss += float(of_rank.detach()) / own.ranks
-            grads.append(torch.autograd.grad(of_rank, [*named.values()]))
+            grads.append(torch.autograd.grad(of_rank, parameters))
             clip(grads[-1], settings.clip)
         losses.append(round(loss, 6))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            updates = simulation.step([dict(zip(named, each, strict=True)) for each in grads])
+            exchange.step(grads)
         warned_at = step if seen and warned_at is None else warned_at
-        for name, update in updates.items():
-            named[name].grad = update
-        optimizer.step()
-        optimizer.zero_grad()
-        sent.append(max(simulation.bytes_sent))
+        sent.append(max(exchange.bytes_sent))
+    exchange.close()
     return _figures(job, task, settings, losses, sent, began, warned_at)
+
+
+class Gradients:
+    """Simulated ranks that exchange gradients. All share the weights and an optimizer."""
+
+    def __init__(self, own: Training, job: Job, task: Task):
+        self._named = dict(job.model.named_parameters())
+        optimizer = optimizer_of(task, own.settings, job.model, momentum_of(own.way))
+        shapes = {name: tuple(each.shape) for name, each in self._named.items()}
+        known: Any = {"optimizer": optimizer, "named_parameters": list(self._named.items())}
+        self._simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
+        self.optimizers = [optimizer]
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """The bytes that each rank sent in the last step."""
+        return self._simulation.bytes_sent
+
+    def step(self, grads: Sequence[tuple[Tensor, ...]]) -> None:
+        """Exchange all ranks' gradients, and step."""
+        for name, update in self._simulation.step([dict(zip(self._named, each, strict=True)) for each in grads]).items():
+            self._named[name].grad = update
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+
+    def close(self) -> None:
+        """End. Nothing is left to do."""
+
+
+class Updates(Replicas):
+    """Simulated ranks that exchange updates. Each has weights and an optimizer of its own."""
+
+    def __init__(self, own: Training, job: Job, task: Task):
+        super().__init__(own.way, job.model, own.ranks, own.seed, partial(optimizer_of, task, own.settings))
 
 
 def _tune(job: Job, task: Task, settings: Settings) -> None:

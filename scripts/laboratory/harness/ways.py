@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+import gradcomp
 from gradcomp.handle import beginning_of
 from laboratory import options
 from laboratory.options import Refused
@@ -97,6 +98,11 @@ def powersgd_from(way: str) -> int:
 def is_spec(way: str) -> bool:
     """Return True for a spec of gradcomp that names its compressor: auto does not, and local steps have one inside."""
     return other(way) is None and not way.startswith(("auto", "local:"))
+
+
+def acts_on_updates(way: str) -> bool:
+    """Return True for a spec whose ranks step by themselves, and then exchange updates."""
+    return is_spec(way) and gradcomp.make(way).traits.acts_on_updates
 
 
 def is_studied(way: str) -> bool:

@@ -82,18 +82,18 @@ class Cell:
             return torch.optim.SGD(given, **{"lr": self.rates["sgd"], "momentum": 0.9, **options})
         return torch.optim.AdamW(given, **{"lr": self.rates["adamw"], **options})
 
-    def wrap(self, optimizer: Any = None, scaler: Any = None, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+    def wrap(self, optimizer: Any = None, ddp: dict[str, Any] | None = None, **options: Any) -> None:
         """Put the net and the optimizer through the door. ddp: options of DDP; options: of Horovod's optimizer."""
         inner = self.make() if optimizer is None else optimizer
         if self.by_ddp:
             self.whole, self.optimizer = DistributedDataParallel(self.net, **(ddp or {})), inner
             if self.key.spec:
-                self.handle = gradcomp.ddp.attach(self.whole, self.key.spec, optimizer=inner, scaler=scaler)
+                self.handle = gradcomp.ddp.attach(self.whole, self.key.spec)
             return
         self.whole = self.net
-        self.optimizer, self.handle = self.wrapped(inner, self.net, scaler, **options)
+        self.optimizer, self.handle = self.wrapped(inner, self.net, **options)
 
-    def wrapped(self, inner: Any, net: nn.Module, scaler: Any = None, **options: Any) -> tuple[Any, Any]:
+    def wrapped(self, inner: Any, net: nn.Module, **options: Any) -> tuple[Any, Any]:
         """Wrap an optimizer for Horovod. Each cell has names of its own, since Horovod joins operations by name."""
         import horovod.torch as hvd
 
@@ -103,7 +103,7 @@ class Cell:
         named = [(f"{self.number}.{name}", each) for name, each in net.named_parameters() if id(each) in own]
         if not self.key.spec:
             return hvd.DistributedOptimizer(inner, named, **options), None
-        made = gradcomp.horovod.DistributedOptimizer(inner, named, self.key.spec, scaler=scaler, **options)
+        made = gradcomp.horovod.DistributedOptimizer(inner, named, self.key.spec, **options)
         return made, made.compression
 
     def loss(self, model: Any = None) -> Tensor:

@@ -134,7 +134,7 @@ def fabric(cell: TextCell) -> float:
     own.launch()
     model, optimizer = own.setup(cell.net, cell.make())
     if cell.key.spec:
-        gradcomp.ddp.attach(model._forward_module, cell.key.spec, optimizer=optimizer.optimizer)
+        gradcomp.ddp.attach(model._forward_module, cell.key.spec)
     for batch in Batches(cell):
         optimizer.zero_grad()
         own.backward(texts.loss(model(batch["x"]), batch["labels"]))
@@ -149,7 +149,7 @@ def ray_train(cell: TextCell) -> float:
 
     cell.optimizer, cell.whole = cell.make(), prepare_model(cell.net)
     if cell.key.spec:
-        cell.handle = gradcomp.ddp.attach(cell.whole, cell.key.spec, optimizer=cell.optimizer)
+        cell.handle = gradcomp.ddp.attach(cell.whole, cell.key.spec)
     for _ in range(cell.steps):
         cell.backward()
         nn.utils.clip_grad_norm_(cell.whole.parameters(), CLIP)

@@ -102,7 +102,7 @@ def horovod(rank: Rank) -> None:
     spec = hvd.broadcast_object(rank.plan.spec(0), 0, name="spec")
     named = list(rank.model.named_parameters())
     scaler = rank.scaler
-    compression = gradcomp.horovod.Compression(spec, named, scaler=scaler, bucket_mb=BUCKET_MB, seed=rank.plan.seed)
+    compression = gradcomp.horovod.Compression(spec, named, bucket_mb=BUCKET_MB, seed=rank.plan.seed)
     optimizer = hvd.DistributedOptimizer(rank.optimizer, named, compression=compression)
     state = hvd.elastic.TorchState(
         model=rank.model, optimizer=optimizer, step=0, spec=spec, scaling=scaler.state_dict(), history=[]
@@ -148,8 +148,7 @@ def ddp(rank: Rank) -> None:
     first: dict[str, Any] = records[0] if records else {"step": 0, "spec": rank.plan.spec(0), "history": []}
     history = [*first["history"], [first["step"], ranks]]
     model = DistributedDataParallel(rank.model, bucket_cap_mb=BUCKET_MB)
-    options: Any = {"scaler": scaler, "bucket_mb": BUCKET_MB, "seed": rank.plan.seed}
-    handle = gradcomp.ddp.attach(model, first["spec"], optimizer=optimizer, **options)
+    handle = gradcomp.ddp.attach(model, first["spec"], bucket_mb=BUCKET_MB, seed=rank.plan.seed)
     rank.go_on(first["step"], ranks)
     if records:
         torch.nn.utils.vector_to_parameters(first["weights"], model.parameters())

@@ -132,11 +132,11 @@ def ranks_of(history: Sequence[Sequence[int]], steps: int) -> list[int]:
 
 
 def known_sum(plan: Plan, ranks: Sequence[int]) -> Tensor:
-    """Add up the mean gradients of all steps, in float64, without entries that are not finite. ranks: of each step."""
+    """Add up the mean gradients of all steps, in float64. ranks: of each step. No rank takes a step in which one overflows."""
     total = torch.zeros(ENTRIES, dtype=torch.float64)
     for step, count in enumerate(ranks):
-        for rank in range(count):
-            total.add_(plan.gradient(step, rank, count).double().nan_to_num_(0.0, 0.0, 0.0), alpha=1 / count)
+        for rank in range(count) if plan.overflow(step) is None else ():
+            total.add_(plan.gradient(step, rank, count).double(), alpha=1 / count)
     return total
 
 

@@ -166,8 +166,12 @@ def optimizer_of(
 
 
 def momentum_of(spec: str) -> float:
-    """Return the momentum that the spec keeps itself."""
-    return gradcomp.make(spec).traits.momentum
+    """Return the momentum that the spec keeps itself, beside an optimizer that has none.
+
+    Where updates are exchanged, a spec's momentum takes the place of the optimizer's own, which is hidden.
+    """
+    traits = gradcomp.make(spec).traits
+    return 0.0 if traits.acts_on_updates else traits.momentum
 
 
 def clip(grads: tuple[Tensor, ...], longest: float) -> None:

@@ -150,12 +150,11 @@ def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
         check_conservation(simulation, draw(50, 5))
 
 
-def test_innovations_at_any_index_start_with_fresh_momentum() -> None:
+def test_innovations_at_any_index_begin_to_age_anew() -> None:
     simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
     bucket = simulation._reducers[1].buckets[0]
-    velocity = bucket.layout.views(bucket.states["sgd"].velocity)["a.weight"]
-    fresh = velocity == 0
+    fresh = bucket.layout.views(bucket.states["feedback"].ages)["a.weight"] == 0
     assert int(fresh.sum()) > 0.0125 * MIDDLE  # more than the 0.01 at common places
     assert bool((update.flatten()[fresh] != 0).all())
 
@@ -165,13 +164,14 @@ def test_a_step_that_waits_takes_nothing() -> None:
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
     own = simulation._reducers[2].buckets[0]
-    velocity, middle = own.states["sgd"].velocity, states(simulation)[2].middle
-    before = own.residual.clone()
-    update = simulation.step(draw(30))
+    ages, middle = own.states["feedback"].ages, states(simulation)[2].middle
+    before, grads = own.residual.clone(), draw(30)
+    update = simulation.step(grads)
     assert not update["a.weight"].any() and not update["a.bias"].any()
     assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
-    assert (velocity[middle] != 0).all()
-    assert reference.same(own.residual[middle], before[middle] + velocity[middle])
+    assert (ages[middle] != 0).all()
+    whole = torch.cat([grads[2][name].flatten() for name in own.layout.names]) / (1 - 0.9)
+    torch.testing.assert_close(own.residual[middle], before[middle] + whole[middle])
 
 
 def test_an_overflow_reaches_all_ranks_and_no_residual_with_codes() -> None:

@@ -10,9 +10,8 @@ from learned_codes import SHAPES, draw, learned, spec_of, state_after_learning, 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
-from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.slots import Slot
 from gradcomp.native.memory import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -118,14 +117,12 @@ def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
 
 
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
-    """A door knows the rates by its optimizer= argument."""
     slots = {name: Slot(name, shape, torch.device("cpu")) for name, shape in SHAPES.items()}
-    early, late = (FixedRates(Slots([*slots.values()]), rate) for rate in (0.1, 0.01))
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
-    reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options(), early)
+    reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options())
     phases = []
     for step in range(7 + DELAY + 5):
-        reducer.view = early if step < 7 else late
+        reducer.layer_rates = dict.fromkeys(SHAPES, 0.1 if step < 7 else 0.01)
         for name, grad in draw(step, 1)[0].items():
             reducer.ready(slots[name], grad.flatten())
         reducer.finish()
@@ -143,16 +140,16 @@ def test_neither_draws_nor_weights_of_the_user_are_touched() -> None:
     assert torch.equal(torch.rand(4), wanted)
 
 
-def test_entries_that_waited_start_with_fresh_momentum() -> None:
-    simulation = gradcomp.Simulation(spec_of("momentum=0.9"), SHAPES, 4)
-    before = {}
+def test_the_age_of_an_entry_begins_again_once_it_is_sent() -> None:
+    """As of all that stays behind a momentum: of the whole model, dense or by codes. What is offered is the share 1 - m^age."""
+    momentum = 0.9
+    simulation = gradcomp.Simulation(spec_of(f"momentum={momentum}"), SHAPES, 4)
+    before = torch.zeros(SHAPES["a.weight"], dtype=torch.long)
+    waited = False
     for step in range(18):
         update = simulation.step(draw(step))["a.weight"]
         bucket = simulation._reducers[1].buckets[0]
-        velocity = bucket.layout.views(bucket.states["sgd"].velocity)["a.weight"].view_as(update)
-        sent = update != 0
-        waited = sent & ~before.get("sent", sent)
-        assert (velocity[sent & ~waited] != 0).all()
-        assert (velocity[waited] == 0).all()
-        before["sent"] = sent
-    assert simulation.stats()["phase"] == "code"
+        ages = bucket.layout.views(bucket.states["feedback"].ages)["a.weight"].view_as(update).long()
+        assert torch.equal(ages, torch.where(update != 0, 0, before + 1))
+        waited, before = waited or bool((before > 1).any()), ages
+    assert waited and simulation.stats()["phase"] == "code"

@@ -22,13 +22,17 @@ SPEC, BUCKET_MB = "topk:ratio=0.05", 0.02
 FROZEN, UNFROZEN, STEPS = 3, 6, 8
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(SGD, lr=0.02),
-    "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "momentum": partial(SGD, lr=0.02, momentum=0.9),
     "AdamW": partial(AdamW, lr=1e-3, weight_decay=0.0),
 }
 # Specs that round the zeros of a frozen layer to something, since its entries share groups with others.
 ROUNDING = ("sign", "sign:route=alltoall", "bingrad", "linear", "orq:levels=9,feedback=true")
 # Horovod itself gives frozen layers zeros as gradients, by which these move them.
-FOR_DDP: dict[str, Any] = {"decay": partial(AdamW, lr=1e-2), "outside": partial(SGD, lr=0.02, momentum=0.9)}
+FOR_DDP: dict[str, Any] = {
+    "decay": partial(AdamW, lr=1e-2),
+    "decay in the gradient": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "outside": partial(SGD, lr=0.02, momentum=0.9),
+}
 CASES = [*((door, each) for door in EVERY for each in OPTIMIZERS), *((DDP, each) for each in FOR_DDP)]
 
 
@@ -108,18 +112,18 @@ def unfreeze(door: str) -> str:
     model.part.requires_grad_(False)
     run = made(door, model, OPTIMIZERS["SGD"](model.parameters()))
     run.train(2)
+    before = run.weights
     model.part.requires_grad_(doors.rank(door) == 1)
     said = small_net.refused(lambda: run.train(2))
     if doors.rank(door) == 1:
-        model.part.requires_grad_(False)
-        said += f" then: {small_net.refused(run.optimizer.step)}"
+        assert torch.equal(run.weights, before), "a step that is refused moves no weights"
     ranks.report(said)
     os._exit(0)
 
 
 @pytest.mark.parametrize("door", [DDP, OWN])
 def test_a_layer_that_one_rank_unfreezes_too_late_is_refused(door: str) -> None:
+    """Its gradient stays on the rank: by stock DDP and Horovod, too, which say nothing."""
     there, here = ranks.launch(unfreeze, 2, door)
-    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen or added after the ranks' exchange")
-    assert here.endswith("then: nothing was raised")
+    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen after the exchange was set up")
     assert "gradcomp's exchange failed" in there and "a rank ended or raised an error (see its output)" in there

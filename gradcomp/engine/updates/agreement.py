@@ -1,0 +1,85 @@
+"""Agreement: short records by which ranks tell one another where they are, and whether their gradients are finite.
+
+A backward pass and a step both begin with one, of the same size. Ranks that have parted then read each other's, and say so,
+where each would otherwise wait for a message that never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.requests import Field, Gather, Payload
+from gradcomp.native.memory import HostCopy
+from gradcomp.networks import Answer, Connection
+
+# The kinds of records, and their form.
+BACKWARD, STEP = 1.0, 2.0
+_FORM = (Field("bytes", torch.float32, 4),)
+
+_PARTED = (
+    "the ranks have parted: {places}. Every rank must call backward() and step the same optimizers in the same order; a rank "
+    "that leaves out a step, by a guard of its own gradient's norm for example, stops the others. Let all ranks decide alike, "
+    'by a mean over the ranks, or take the spec "blocks", which exchanges gradients in backward()'
+)
+
+
+class Agreement:
+    """The records of one session. The last ones of a GPU are looked at with the next, so that no step waits for it."""
+
+    def __init__(self, network: Connection):
+        self._network = network
+        self.answer: Answer | None = None  # from begin() to end()
+        self._found: HostCopy | None = None
+
+    def begin(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> None:
+        """Begin to exchange records. number: of the optimizer. poison: a float, 0, or NaN where a gradient is not finite."""
+        if self._found is not None:
+            self._look(self._found.all())
+        device = self._network.device
+        record = torch.tensor((kind, float(number), float(step), 0.0)).to(device, non_blocking=device.type != "cpu")
+        if poison is not None:
+            record[3:] = poison
+        self.answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
+
+    def end(self) -> Tensor:
+        """End the exchange. Return 0 if all gradients are finite, otherwise NaN, where the records lie."""
+        assert self.answer is not None
+        answer, self.answer = self.answer, None
+        replies: Any = answer()
+        records = torch.cat([reply.bytes for reply in replies]).view(torch.float32)
+        if records.is_cuda:
+            self._found = HostCopy(records)
+        else:
+            self._look(records.tolist())
+        return records[3::4].sum()
+
+    def discard(self) -> None:
+        """Forget what is under way."""
+        self.answer = self._found = None
+
+    def _look(self, numbers: Sequence[float]) -> None:
+        """Look whether the ranks have sent equal records, but for what they say of their gradients."""
+        self._found = None
+        first = numbers[:3]
+        for i in range(4, len(numbers), 4):
+            if numbers[i : i + 3] != first:
+                records = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 4)]
+                raise RuntimeError(_PARTED.format(places=_in_words(records, self._network)))
+
+
+def _in_words(records: Sequence[tuple[float, ...]], network: Connection) -> str:
+    first = next(i for i, each in enumerate(records) if each != records[0])
+    world = network.world
+    return " and ".join(f"rank {world.number(rank)} {_place(records[rank])}" for rank in (0, first))
+
+
+def _place(record: Sequence[float]) -> str:
+    kind, number, step = record
+    if kind == BACKWARD:
+        return f"is in a backward pass after {int(step)} exchanges"
+    which = "" if number == 0 else f" of optimizer {int(number)}"
+    return f"is in step {int(step) + 1}{which}"

@@ -1,0 +1,160 @@
+"""The steps of any optimizer, and words for the user at their line."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradcomp.networks import Connection
+
+log = logging.getLogger("gradcomp")
+
+# Packages between a user's line and a hook.
+INNER_PACKAGES = ("accelerate", "gradcomp", "horovod", "lightning", "torch", "transformers")
+# Older versions of torch have only the second.
+_SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
+
+# In the order in which they began to listen, which is the same on all ranks: exchanges of several follow one another.
+_listeners: list[weakref.ref[Any]] = []
+
+
+def listen(listener: Any) -> None:
+    """Call a listener's before(optimizer, has_closure) and after(optimizer) around every step, as long as it lives."""
+    _register_once()
+    if listener not in _living():
+        _listeners.append(weakref.ref(listener, _listeners.remove))
+
+
+def ignore(listener: Any) -> None:
+    """Call a listener no longer."""
+    _listeners[:] = [each for each in _listeners if each() is not listener]
+
+
+def _living() -> list[Any]:
+    return [listener for each in _listeners if (listener := each()) is not None]
+
+
+@functools.cache
+def _register_once() -> None:
+    """Register the hook for good: removing one fails while torch goes through all of them, and sessions end at any time."""
+    register_optimizer_step_pre_hook(_meet)
+
+
+def _meet(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    """Become the optimizer's last hook before a step, and its first one after it: hooks of the user's act on equal weights."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if _show not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_show)
+        optimizer.register_state_dict_post_hook(_hide)
+        optimizer.register_load_state_dict_post_hook(_note_loaded)
+    if not before or next(reversed(before.values())) is not _before:
+        _drop(before, _before)
+        optimizer.register_step_pre_hook(_before)
+    if not after or next(iter(after.values())) is not _after:
+        _drop(after, _after)
+        handle = optimizer.register_step_post_hook(_after)
+        cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)
+
+
+def _drop(hooks: dict[int, Any], hook: Any) -> None:
+    for key in [key for key, each in hooks.items() if each is hook]:
+        del hooks[key]
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
+    closure = args[1] if len(args) > 1 else options.get("closure")
+    for reference in [*_listeners]:  # without a call, in every step
+        if (each := reference()) is not None:
+            each.before(optimizer, closure is not None)
+    if closure is None:
+        return None
+
+    @functools.wraps(closure)
+    def guarded() -> Any:
+        """Show the momentum again if the closure fails: no hook after the step then runs."""
+        try:
+            return closure()
+        except BaseException:
+            _show(optimizer)
+            raise
+
+    return (args[0], guarded, *args[2:]), {name: each for name, each in options.items() if name != "closure"}
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    for reference in [*_listeners]:
+        if (each := reference()) is not None:
+            each.after(optimizer)
+
+
+def _show(optimizer: torch.optim.Optimizer) -> None:
+    """Show the optimizer's own settings, before they are saved or after a step has failed."""
+    for each in _living():
+        each.show(optimizer)
+
+
+def _hide(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Hide the momentum again if a step is under way, whose closure saves the optimizer's state."""
+    for each in _living():
+        each.hide(optimizer)
+
+
+def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for each in _living():
+        each.note_loaded(optimizer)
+
+
+def speaks() -> bool:
+    """Decide whether this process says a fact that all ranks know: as the first rank of a session, or before there is one."""
+    lead = [each.network.world.rank == 0 and each.slots.are_first for each in _living() if each.network.ready]
+    return not lead or any(lead)
+
+
+def inform(text: str, network: Connection) -> None:
+    """Log a line of rank 0 at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
+    if network.world.rank:
+        return
+    if log.hasHandlers():
+        log.info(text)
+    elif log.level <= logging.INFO:  # not set by the user, or set to show it
+        print(text, file=sys.stderr, flush=True)
+
+
+def calling_scaler() -> Any:
+    """Return the GradScaler that steps an optimizer; None if there is none. Call this in a step of an optimizer."""
+    calling = (frame.f_locals.get("self") for frame in _callers(sys._getframe(1)) if frame.f_code.co_name == "step")
+    return next((each for each in calling if isinstance(each, _SCALERS)), None)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def warn_user(text: str, *, of_one_rank: bool = False) -> None:
+    """Warn at the user's line that called a step() or backward(), on rank 0. of_one_rank: a fact that others may not know.
+
+    A backward pass on a GPU has threads of torch's, without a line of the user's: the main thread waits at one for them.
+    """
+    if not (of_one_rank or speaks()):
+        return
+    stacks = [[*_callers(frame)] for frame in (sys._getframe(1), *sys._current_frames().values())]
+    every = [frame for stack in stacks if stack is stacks[0] or _module(stack[-1]) == "__main__" for frame in stack]
+    frame = next((frame for frame in every if _module(frame).partition(".")[0] not in INNER_PACKAGES), every[0])
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))

@@ -1,0 +1,449 @@
+"""Loops that users write, on one rank in the test's own process: with everything sent, the weights are torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, adamw, plain, same, sgd
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+
+def rmsprop(parameters: Any) -> Optimizer:
+    return torch.optim.RMSprop(parameters, 0.01, momentum=0.9)
+
+
+# SGD and RMSprop step by their momentum alone, so that the residual takes its place exactly. Adam corrects its first moment
+# for the step, and keeps it here.
+KINDS = [(sgd, SPEC), (sgd, LEFT), (rmsprop, SPEC), (adamw, LEFT)]
+kinds = pytest.mark.parametrize("kind, spec", KINDS, ids=["sgd", "sgd's own momentum", "rmsprop", "adamw's own momentum"])
+
+
+def close(run: Run, step: int) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    assert run.optimizer.step(closure) > 0
+
+
+def leave_out(run: Run, step: int) -> None:
+    """Leave a step out now and then, as a guard does."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 3:
+        run.optimizer.step()
+
+
+def twice(run: Run, step: int) -> None:
+    """Step twice with one gradient."""
+    plain(run, step)
+    run.optimizer.step()
+
+
+def alone(run: Run, step: int) -> None:
+    """Run later passes around DDP, whose hooks then see nothing."""
+    run.optimizer.zero_grad()
+    run.loss(step, run.whole if step < 3 else run.model).backward()
+    run.optimizer.step()
+
+
+def in_no_sync(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    with contextlib.nullcontext() if step < 3 else run.whole.no_sync():
+        run.loss(step).backward()
+    run.optimizer.step()
+
+
+def step_of_zeros(run: Run, step: int) -> None:
+    """Step with gradients of zeros, as hvd.broadcast_optimizer_state() does."""
+    plain(run, step)
+    for each in run.model.parameters():
+        each.grad = torch.zeros_like(each)
+    run.optimizer.step()
+
+
+def without_gradients(run: Run, step: int) -> None:
+    """Clear the gradients of a bad batch, and step."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 3 == 0:
+        run.optimizer.zero_grad()
+    run.optimizer.step()
+
+
+def write_weights(run: Run, step: int) -> None:
+    """Change the weights between two steps, as a clip of weights or a reset of neurons does."""
+    plain(run, step)
+    with torch.no_grad():
+        for each in run.model.parameters():
+            each.clamp_(-0.2, 0.2)
+
+
+def clip_norm(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.optimizer.step()
+
+
+def clip_value(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+    run.optimizer.step()
+
+
+def mask(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    generator = torch.Generator().manual_seed(step)
+    for each in run.model.parameters():
+        each.grad *= 0.3 * (torch.rand(each.shape, generator=generator) < 0.5)  # type: ignore[operator]
+    run.optimizer.step()
+
+
+def cancel(run: Run, step: int) -> None:
+    """Remove the last layer's gradient, as DINO does in its first epoch."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    for each in run.model[2].parameters():
+        each.grad = None
+    run.optimizer.step()
+
+
+def replace(run: Run, step: int) -> None:
+    """Give the parameters other gradients than those of the backward pass."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    for each in run.model.parameters():
+        each.grad = each.grad.sign()  # type: ignore[union-attr]
+    run.optimizer.step()
+
+
+def keep(run: Run, step: int) -> None:
+    """Keep gradients after every other step, so that the next backward pass adds to them."""
+    run.loss(step).backward()
+    run.optimizer.step()
+    if step % 2:
+        run.optimizer.zero_grad()
+
+
+def keep_half(run: Run, step: int) -> None:
+    run.loss(step).backward()
+    run.optimizer.step()
+    for each in run.model.parameters():
+        each.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def keep_one_layer(run: Run, step: int) -> None:
+    run.loss(step).backward()
+    run.optimizer.step()
+    for each in [*run.model.parameters()][1:]:
+        each.grad = None
+
+
+def clear_late(run: Run, step: int) -> None:
+    """Clear gradients between the forward and the backward pass."""
+    loss = run.loss(step)
+    if step % 2:
+        run.optimizer.zero_grad(set_to_none=step % 4 == 1)
+    loss.backward()
+    run.optimizer.step()
+
+
+def in_two_passes_of_three(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    for part in range(3):
+        with run.whole.no_sync() if part == 1 else contextlib.nullcontext():
+            (run.loss(3 * step + part) / 3).backward()
+    run.optimizer.step()
+
+
+def play(run: Run, step: int) -> None:
+    """Train a discriminator: two losses in two passes, a step, and a pass of the generator's loss, which is dropped."""
+    accumulate(run, 2 * step)
+    run.loss(2 * step + 1).backward()
+
+
+def regularise(run: Run, step: int) -> None:
+    """Add the gradient of a loss that goes around DDP."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    (0.1 * sum(each.square().sum() for each in run.model.parameters())).backward()
+    torch.autograd.grad(run.loss(step), [*run.model.parameters()])
+    run.optimizer.step()
+
+
+def climb(run: Run, step: int) -> None:
+    """Take a step of SAM: climb by gradients, and step from the first place by those from up there."""
+    parameters = [*run.model.parameters()]
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    with torch.no_grad():
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()  # type: ignore[union-attr]
+        climbs = [0.05 * each.grad / norm for each in parameters]  # type: ignore[operator]
+        torch._foreach_add_(parameters, climbs)
+        run.optimizer.zero_grad()
+    run.loss(step).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(parameters, climbs)
+    run.optimizer.step()
+
+
+def change_settings(run: Run, step: int) -> None:
+    """Change settings between backward() and step()."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1 * (step % 2)
+    run.optimizer.param_groups[0]["maximize"] = step % 4 == 3
+    run.optimizer.step()
+
+
+BODIES = [
+    *(plain, close, leave_out, twice, alone, in_no_sync, step_of_zeros, write_weights),
+    *(clip_norm, clip_value, mask, cancel, replace, keep, keep_half, keep_one_layer, clear_late),
+    *(accumulate, accumulate_alone, in_two_passes_of_three, play, regularise, climb, change_settings),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Let every warning fail the test: none of these loops is odd."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@kinds
+@pytest.mark.parametrize("body", BODIES)
+def test_a_training_is_torchs_own(kind: Any, spec: str, body: Body) -> None:
+    same(lambda spec: Run(kind, spec).on(body=body), spec)
+
+
+@pytest.mark.parametrize("kind, spec", [(sgd, LEFT), (adamw, LEFT)])
+def test_a_step_without_any_gradient_is_torchs_own(kind: Any, spec: str) -> None:
+    """A momentum that the residual holds goes on, as if the gradients were zeros."""
+    same(lambda spec: Run(kind, spec).on(body=without_gradients), spec)
+
+
+@kinds
+@pytest.mark.parametrize("body", [plain, leave_out, keep, play, accumulate, clip_norm])
+def test_gradients_may_lie_in_ddps_buckets(kind: Any, spec: str, body: Body) -> None:
+    same(lambda spec: Run(kind, spec, gradient_as_bucket_view=True).on(body=body), spec)
+
+
+@pytest.mark.parametrize("kind", [sgd, adamw])
+@pytest.mark.parametrize("body", [leave_out, play])
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "sdagc:lam=2,momentum=0", "orq:levels=5,feedback=true"])
+def test_a_pass_that_no_step_follows_leaves_no_trace(kind: Any, spec: str, body: Body) -> None:
+    """The weights and the residual are those of a training without it."""
+
+    def without(run: Run, step: int) -> None:
+        if body is play:
+            accumulate(run, 2 * step)
+        elif step % 3:
+            plain(run, step)
+
+    own, wanted = Run(kind, spec).on(range(9), body), Run(kind, spec).on(range(9), without)
+    for run in (own, wanted):
+        plain(run, 99)
+    assert all(map(torch.equal, own.model.parameters(), wanted.model.parameters()))
+    assert own.handle.stats()["steps"] == wanted.handle.stats()["steps"]
+    assert all(torch.equal(one, wanted.residual()[name]) for name, one in own.residual().items())
+
+
+@kinds
+def test_a_clip_in_a_hook_of_the_optimizer_is_one_before_its_step(kind: Any, spec: str) -> None:
+    """Also one that was registered before any step."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(kind, spec)
+        run.optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(run.model.parameters(), 0.1) and None)
+        return run.on()
+
+    same(training, spec)
+
+
+def scheduled(kind: Any, spec: str | None, *, momentum: bool) -> Run:
+    run = Run(kind, spec)
+    rate = run.optimizer.param_groups[0]["lr"]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, rate, total_steps=12, cycle_momentum=momentum)
+
+    def body(run: Run, step: int) -> None:
+        plain(run, step)
+        schedule.step()
+
+    return run.on(body=body)
+
+
+@pytest.mark.parametrize("kind, spec", [(sgd, LEFT), (adamw, LEFT)])
+def test_schedules_of_rates_and_momentum_are_torchs_own(kind: Any, spec: str) -> None:
+    same(lambda spec: scheduled(kind, spec, momentum=True), spec)
+
+
+class RateInVelocity(torch.optim.SGD):
+    """SGD whose velocity has each gradient with the rate of its own step, as a residual has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        m, rate = group["momentum"], group["lr"]
+        for each in group["params"]:
+            step = rate * (each.grad + group["weight_decay"] * each)
+            velocity = self.state[each].setdefault("velocity", torch.zeros_like(each))
+            velocity.mul_(m).add_(step)
+            each.sub_(step + m * velocity)
+
+
+def test_a_residual_has_each_gradient_with_the_rate_of_its_own_step() -> None:
+    same(lambda spec: scheduled(sgd if spec else lambda p: RateInVelocity(p, 0.02, 0.9, 0, 0.05, True), spec, momentum=False))
+
+
+# Loss scaling.
+
+
+def scaled(kind: Any, spec: str | None, act: Callable[[Run, Any], None], passes: int = 1, **settings: Any) -> Run:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    run = Run(kind, spec, **settings)
+    for step in range(12):
+        run.optimizer.zero_grad()
+        for part in range(passes):
+            loss = run.loss(2 * step + part) * (float("inf") if step in (4, 9) else 1.0)
+            scaler.scale(loss / passes).backward()
+        act(run, scaler)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1024.0  # it was doubled twice, and halved twice
+    return run
+
+
+def unscale_and_clip(run: Run, scaler: Any) -> None:
+    scaler.unscale_(run.optimizer)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+
+
+@kinds
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("act", [lambda *_: None, unscale_and_clip], ids=["scaled", "clipped"])
+def test_a_training_under_a_scaler_is_torchs_own(kind: Any, spec: str, act: Any, passes: int) -> None:
+    same(lambda spec: scaled(kind, spec, act, passes), spec)
+
+
+@pytest.mark.parametrize("kind, spec", [(torch.optim.AdamW, LEFT), (torch.optim.SGD, SPEC)])
+def test_a_fused_optimizer_under_a_scaler_is_torchs_own(kind: Any, spec: str) -> None:
+    """It unscales gradients and skips steps by itself."""
+    same(lambda spec: scaled(lambda parameters: kind(parameters, lr=0.01, fused=True), spec, lambda *_: None), spec)
+
+
+@kinds
+@pytest.mark.parametrize("bad", [3, 7])
+def test_a_guard_of_the_users_own_leaves_a_bad_step_out(kind: Any, spec: str, bad: int) -> None:
+    def body(run: Run, step: int) -> None:
+        run.optimizer.zero_grad()
+        (run.loss(step) * (float("nan") if step == bad else 1.0)).backward()
+        if all(bool(each.grad.isfinite().all()) for each in run.model.parameters()):  # type: ignore[union-attr]
+            run.optimizer.step()
+
+    same(lambda spec: Run(kind, spec).on(range(8), body), spec)
+
+
+# Layers without a gradient.
+
+
+class Branching(nn.Sequential):
+    """Layers, and one more that only some passes use."""
+
+    uses = True
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.branch = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[2](self[1](self[0](x)))
+        return y + self.branch(y) if self.uses else y
+
+
+def freeze(run: Run, step: int) -> None:
+    run.model[2].requires_grad_(not 3 <= step < 7)
+    plain(run, step)
+
+
+def use_now_and_then(run: Run, step: int) -> None:
+    run.model.uses = step % 3 == 0
+    plain(run, step)
+
+
+def use_in_the_second_pass(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    for part in range(2):
+        run.model.uses = part == 1
+        (run.loss(2 * step + part) / 2).backward()
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("kind, spec", [(sgd, LEFT), (adamw, LEFT)])
+@pytest.mark.parametrize("body", [freeze, use_now_and_then, use_in_the_second_pass])
+def test_layers_may_be_frozen_and_unused(kind: Any, spec: str, body: Body) -> None:
+    same(lambda spec: Run(kind, spec, Branching, find_unused_parameters=True).on(body=body), spec)
+
+
+# States.
+
+
+@kinds
+def test_a_rollback_in_mid_step_is_torchs_own(kind: Any, spec: str) -> None:
+    """The program goes back by two steps after a backward pass, and takes them again."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(kind, spec).on(range(4))
+        kept = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        ours = run.handle.state_dict() if spec else None
+        run.on(range(4, 6))
+        run.optimizer.zero_grad()
+        run.loss(99).backward()
+        run.model.load_state_dict(kept[0])
+        run.optimizer.load_state_dict(kept[1])
+        if spec:
+            run.handle.load_state_dict(ours)
+        return run.on(range(4, 12))
+
+    same(training, spec)
+
+
+@kinds
+def test_a_training_resumes_with_new_objects(kind: Any, spec: str) -> None:
+    def training(spec: str | None) -> Run:
+        first, run = Run(kind, spec).on(range(20)), Run(kind, spec)
+        run.model.load_state_dict(first.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        if spec:
+            run.handle.load_state_dict(first.handle.state_dict())
+        return run.on(range(20, 25))
+
+    same(training, spec)
+
+
+def test_saved_settings_are_the_users_own() -> None:
+    """The momentum is hidden within a step only, also where the step raises an error."""
+    run = Run(sgd).on(range(2))
+
+    def closure() -> Tensor:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run.optimizer.step(closure)
+    (group,) = run.optimizer.state_dict()["param_groups"]
+    assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.02)
+    run.on(range(3, 5))

@@ -1,0 +1,61 @@
+"""Ranks that have parted say where they are, in place of a message that never comes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from replicas import Replica, Replicas
+from torch.optim import SGD
+from training import draw
+
+SPEC = "topk:ratio=0.1"
+sgd = partial(SGD, lr=0.1)
+
+
+def outcomes(ours: Replicas, call: Any) -> list[str]:
+    def caught(rank: Replica) -> str:
+        try:
+            call(rank)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    return ours.each(caught)
+
+
+def test_a_rank_that_leaves_a_step_out_is_named_on_all() -> None:
+    ours = Replicas(SPEC, sgd, ranks=3).train(4)
+    grads = draw(4, ranks=3)
+    ours.exchange(grads)
+
+    def act(rank: Replica) -> None:
+        if rank is not ours.ranks[1]:
+            rank.step()
+        rank.backward(grads[0])
+
+    for text in outcomes(ours, act):
+        assert text.startswith("the ranks have parted: rank 0 is in step 5 and rank 1 is in a backward pass after 4 exch"), text
+        assert "blocks" in text
+
+
+def test_ranks_that_step_optimizers_in_other_orders_are_named() -> None:
+    def two(weights: Any) -> list[SGD]:
+        first, *rest = weights
+        return [SGD([first], lr=0.1), SGD(rest, lr=0.1)]
+
+    ours = Replicas(SPEC, two, ranks=2).train(3)
+    ours.exchange(draw(3, ranks=2))
+    turned = ours.ranks[1]
+    found = outcomes(ours, lambda rank: [rank.step(each) for each in rank.optimizers[:: -1 if rank is turned else 1]])
+    for text in found:
+        assert "the ranks have parted: rank 0 is in step" in text and "of optimizer" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_agree_pass_also_where_all_leave_a_step_out(ranks: int) -> None:
+    ours = Replicas(SPEC, sgd, ranks=ranks).train(2)
+    ours.exchange(draw(2, ranks=ranks))
+    ours.exchange(draw(3, ranks=ranks))
+    ours.train(2, 4)

@@ -1,0 +1,253 @@
+"""Faults in the exchange of updates around the steps of the user's optimizers."""
+
+from __future__ import annotations
+
+from mutations.fault import Fault
+
+ENGINE = "gradcomp/engine"
+LAWS, HIDDEN, RANDOM = "test_laws_of_updates.py", "test_hidden_momentum.py", "test_random_programs.py"
+STEPS, FOUND = "test_steps.py", "test_found_by_mutation.py"
+
+UPDATES_FAULTS = (
+    Fault(
+        "an entry that waits releases more than its momentum has delivered",
+        ENGINE,
+        "[*[1 - m**age for age in range(255)], 1.0, *newest]",
+        "[*[1 - m ** (age + 1) for age in range(255)], 1.0, *newest]",
+        (HIDDEN, LAWS),
+    ),
+    Fault(
+        "Nesterov's momentum is taken for the heavy ball's",
+        ENGINE,
+        "if self.nesterov else [0.0] * 256",
+        "if False else [0.0] * 256",
+        (HIDDEN, LAWS),
+    ),
+    Fault(
+        "a hidden momentum is not shown again after the step",
+        ENGINE,
+        '        """Exchange the progress of a step, once: after the innermost of those that call one another."""\n'
+        "        trained.momentum.show()\n",
+        '        """Exchange the progress of a step, once: after the innermost of those that call one another."""\n',
+        (HIDDEN,),
+    ),
+    Fault(
+        "SGD steps without its momentum and without the rest of each gradient's effect",
+        ENGINE,
+        'self._set(group, "lr", group["lr"] * whole)',
+        'self._set(group, "lr", group["lr"])',
+        (HIDDEN, LAWS),
+    ),
+    Fault(
+        "a subclass of SGD loses its momentum",
+        ENGINE,
+        "rule = RULES.get(class_of(optimizer))",
+        "rule = next((rule for kind, rule in RULES.items() if isinstance(optimizer, kind)), None)",
+        (HIDDEN,),
+    ),
+    Fault(
+        "what moments of before have not delivered is lost",
+        ENGINE,
+        "bucket.residual[begin:end].add_(slot.flat(step).float(), alpha=share)",
+        "slot.flat(step)",
+        (HIDDEN,),
+    ),
+    Fault(
+        "moments of before stay and are delivered twice",
+        ENGINE,
+        "                moment.zero_()\n                yield parameter, step\n",
+        "                yield parameter, step\n",
+        (HIDDEN,),
+    ),
+    Fault(
+        "RMSprop has no momentum to go on with after a change to gradients",
+        ENGINE,
+        "state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)",
+        "pass",
+        (HIDDEN, RANDOM),
+    ),
+    Fault(
+        "ages begin only once a momentum is 0",
+        ENGINE,
+        "if self.ages is None and self.selects and momentum.value:",
+        "if self.ages is None and self.selects and not momentum.value:",
+        (FOUND,),
+    ),
+    Fault(
+        "a bad gradient of one rank is known to that rank alone",
+        ENGINE,
+        "return records[3::4].sum()",
+        "return records[3::4][:1].sum()",
+        (LAWS, RANDOM),
+    ),
+    Fault(
+        "ranks that have parted go on",
+        ENGINE,
+        "raise RuntimeError(_PARTED",
+        "print(_PARTED",
+        ("test_agreement.py",),
+    ),
+    Fault(
+        "a change to gradients forgets what waits",
+        ENGINE,
+        "        bucket.progress.deliver(Update(mean), 1.0)\n",
+        "",
+        ("test_step_exchange.py",),
+    ),
+    Fault(
+        "a change to gradients leaves every rank the state of its own optimizer",
+        ENGINE,
+        "        state.copy_(mean.view(state.shape))\n",
+        "        mean.view(state.shape)\n",
+        ("test_step_exchange.py", RANDOM),
+    ),
+    Fault(
+        "the residual of a frozen layer moves it",
+        ENGINE,
+        "            self.frozen.set_aside(frozen)\n",
+        "            pass\n",
+        (LAWS, "test_frozen.py"),
+    ),
+    # --- Steps: who exchanges, when, and with which settings
+    Fault(
+        "a closure that raises an error leaves the momentum hidden",
+        ENGINE,
+        "        except BaseException:\n            _show(optimizer)\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        (HIDDEN, STEPS),
+    ),
+    Fault(
+        "hooks of the user's act on the weights of one rank",
+        ENGINE,
+        'cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)',
+        "handle",
+        (STEPS,),
+    ),
+    Fault(
+        "weights are copied before hooks that the user adds later",
+        ENGINE,
+        "if not before or next(reversed(before.values())) is not _before:",
+        "if not before:",
+        (STEPS, "test_loops.py"),
+    ),
+    Fault(
+        "an outer step exchanges once more",
+        ENGINE,
+        "        if self.in_step:\n            self._end_around(trained)\n",
+        "",
+        (FOUND, "test_optimizers.py"),
+    ),
+    Fault(
+        "a closure asks the other ranks, which may call theirs more often",
+        ENGINE,
+        "if poison is None or self.in_step or self._network",
+        "if poison is None or self._network",
+        (FOUND, "test_optimizers.py"),
+    ),
+    Fault(
+        "Horovod's own step for a broadcast of the optimizer's state is exchanged",
+        ENGINE,
+        "self.has_unchecked_gradients or not (self.has_gradients or has_closure)",
+        "self.has_unchecked_gradients",
+        ("test_state.py",),
+    ),
+    Fault(
+        "Horovod's step is exchanged before it calls the optimizer's",
+        "gradcomp/horovod",
+        'return getattr(optimizer, "_synchronized", False)',
+        "return False",
+        ("test_sets.py", "test_state.py"),
+    ),
+    Fault(
+        "SparseAdam gets a dense gradient",
+        "gradcomp/horovod",
+        "if self._takes_sparse and not p.grad.is_sparse:",
+        "if False:",
+        ("test_sparse.py",),
+    ),
+    Fault(
+        "op=Sum moves the weights by the mean",
+        ENGINE,
+        "bucket.progress.deliver(update, self.scale)",
+        "bucket.progress.deliver(update, 1.0)",
+        (FOUND, "test_ways.py"),
+    ),
+    Fault(
+        "a program whose weights no optimizer moves is not warned",
+        ENGINE,
+        "if self._passes == PASSES_BEFORE_WARNING:",
+        "if False:",
+        (FOUND,),
+    ),
+    Fault(
+        "a rank that finds the others parted keeps its own step",
+        ENGINE,
+        "                    bucket.progress.go_back()\n",
+        "",
+        (FOUND, "test_agreement.py"),
+    ),
+    Fault(
+        "another optimizer of the same layers begins without what waits",
+        ENGINE,
+        "self.reducer = state.regroup(self.reducer, self._make_reducer(self.compressor))",
+        "self.reducer = self._make_reducer(self.compressor)",
+        ("test_step_exchange.py",),
+    ),
+    # --- What goes into the residual, and what stays there
+    Fault(
+        "the mean of ranks' noisy steps is as short as the noise makes it",
+        ENGINE,
+        "            factor = self.noise.factor\n",
+        "            factor = 1.0\n",
+        (FOUND,),
+    ),
+    Fault(
+        "the weight decay is lengthened as ranks' noisy steps are",
+        ENGINE,
+        "if any(rates) and rates != trained.decays:",
+        "if False:",
+        (FOUND,),
+    ),
+    Fault(
+        "a residual of updates does not decay",
+        ENGINE,
+        "decay = self.feedback.decay",
+        "decay = 1.0",
+        (FOUND, "test_feedback.py"),
+    ),
+    Fault(
+        "a residual of gradients does not decay",
+        ENGINE,
+        "return self.decay if self.feedback else 0.0",
+        "return 1.0 if self.feedback else 0.0",
+        ("test_feedback.py",),
+    ),
+    Fault(
+        "the residual of a layer that is unfrozen does not come back",
+        ENGINE,
+        "            self._part(layer).add_(self.residuals.pop(layer)).clamp_(-LARGEST, LARGEST)\n",
+        "            self.residuals.pop(layer)\n",
+        (LAWS, "test_frozen.py"),
+    ),
+    Fault(
+        "a checkpoint leaves out what waits of a frozen layer",
+        ENGINE,
+        "        bucket.put_back()\n        own: dict[str, dict[str, Any]] = {}\n",
+        "        own: dict[str, dict[str, Any]] = {}\n",
+        (FOUND, "test_frozen.py"),
+    ),
+    Fault(
+        "a rank's own clip= has the bound of all ranks",
+        ENGINE,
+        "feedback.clip / math.sqrt(self._network.world.size)",
+        "feedback.clip",
+        (FOUND,),
+    ),
+    Fault(
+        "groups of two momenta share a bucket, and one of them",
+        ENGINE,
+        "(number, momenta.get(name)) for name, number",
+        "(number, None) for name, number",
+        (HIDDEN,),
+    ),
+)
