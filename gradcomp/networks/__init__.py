@@ -45,3 +45,7 @@ class Connection(Network, Protocol):
 
     def prepare(self) -> None:
         """Prepare for the meeting of the ranks."""
+
+    def failure(self, text: str) -> Exception:
+        """Make the error of an exchange that cannot go on."""
+        return RuntimeError(text)

@@ -84,6 +84,11 @@ class HorovodNetwork:
             self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
 
+    def failure(self, text: str) -> Exception:
+        """Make the error of an exchange that cannot go on, which Horovod's elastic recovery catches."""
+        error: Exception = exchange_failure(RuntimeError(text))
+        return error
+
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
         # Requests between meetings have new names after each, so that one that a failure left behind meets no other.

@@ -95,5 +95,9 @@ class MemoryNetwork:
     def prepare(self) -> None:
         """Do nothing: the meeting needs no preparation."""
 
+    def failure(self, text: str) -> Exception:
+        """Make the error of an exchange that cannot go on."""
+        return RuntimeError(text)
+
     def start(self, request: Request, name: str) -> Answer:
         return partial(self._board.post(name, self.world.rank, request).reply, self.world.rank)

@@ -97,6 +97,10 @@ class TorchNetwork:
                 f"{', '.join(started)}): start all ranks again from their last states"
             )
 
+    def failure(self, text: str) -> Exception:
+        """Make the error of an exchange that cannot go on."""
+        return RuntimeError(text)
+
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
         self._started += 1

@@ -48,6 +48,9 @@ class PostNetwork:
     def prepare(self) -> None:
         """Do nothing: the ranks are there."""
 
+    def failure(self, text: str) -> Exception:
+        return RuntimeError(text)
+
     def start(self, request: Request, name: str) -> Callable[[], Reply]:
         if isinstance(request, Reduce):  # its tensor may be overwritten
             request = Reduce(request.tensor.clone(), request.scale)

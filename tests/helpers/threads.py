@@ -55,6 +55,9 @@ class ThreadNetwork:
     def prepare(self) -> None:
         return
 
+    def failure(self, text: str) -> Exception:
+        return RuntimeError(text)
+
     def start(self, request: Request, name: str) -> Answer:
         if isinstance(request, Reduce):  # the tensor may be used again while another rank still reads it
             request = Reduce(request.tensor.clone(), request.scale)

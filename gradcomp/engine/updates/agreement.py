@@ -68,7 +68,7 @@ class Agreement:
         for i in range(4, len(numbers), 4):
             if numbers[i : i + 3] != first:
                 records = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 4)]
-                raise RuntimeError(_PARTED.format(places=_in_words(records, self._network)))
+                raise self._network.failure(_PARTED.format(places=_in_words(records, self._network)))
 
 
 def _in_words(records: Sequence[tuple[float, ...]], network: Connection) -> str:
