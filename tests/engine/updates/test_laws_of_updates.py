@@ -27,7 +27,7 @@ EVERYTHING = [
     "topk:ratio=1,wire=exact,route=split",
     "topk:ratio=1,route=tree",
     "topk:ratio=1,wire=exact,by_host=true",
-    "topk:ratio=1,wire=exact; b=dense:feedback=true",
+    "topk:ratio=1,wire=exact; *b*=dense:feedback=true",
     "dense:feedback=true",
 ]
 SPECS = [spec for spec in ALL if gradcomp.make(spec).traits.acts_on_updates]
