@@ -73,9 +73,9 @@ class Trained:
 
     signature: of its groups, by which another parameter in them is noticed. number: by which ranks name it. names: of its
     layers. momentum: hidden while it steps. never_exchanged: its parameters that were frozen at set-up, by name. exchanges:
-    done after its steps. has_begun: its step is under way. is_new: what its moments have not delivered yet is to go into the
-    residual. reducer, buckets: those of its layers. clips: some of them cut the gradients. momenta, decays: of the groups, in
-    the last step.
+    done after its steps since a state was loaded. has_begun: its step is under way. is_new: what its moments have not delivered
+    yet is to go into the residual. reducer, buckets: those of its layers. clips: some of them cut the gradients. momenta,
+    decays: of the groups, in the last step.
     """
 
     signature: tuple[int, ...]
