@@ -83,7 +83,7 @@ UPDATES_FAULTS = (
     Fault(
         "ranks that have parted go on",
         ENGINE,
-        "raise RuntimeError(_PARTED",
+        "raise self._network.failure(_PARTED",
         "print(_PARTED",
         ("test_agreement.py",),
     ),
