@@ -17,11 +17,12 @@ struct Progress {
   float factor, of_residual;
   bool decays;
 
-  // The progress from start to now. It may not be finite.
+  // The progress from start to now. It is not finite where they are not: the factor alone refuses nothing.
   SHARED_MATH float made(float start, float now, float decay) const {
     const float whole = start - now, decayed = decay * start;
     if (factor == 1.0f) return whole;
-    return decays ? factor * (whole - decayed) + decayed : factor * whole;
+    const float grown = decays ? factor * (whole - decayed) + decayed : factor * whole;
+    return is_finite(whole) ? within_largest(grown) : whole;
   }
   SHARED_MATH float all(float residual, float made) const { return within_largest(of_residual * residual + made); }
 };

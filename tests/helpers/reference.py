@@ -59,12 +59,11 @@ def offer_progress(
     residual_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what is offered, the new residual and the new ages, which without ages are 1."""
-    made = start - flatten(weights)
+    made = torch.where((whole := start - flatten(weights)).isfinite(), whole, 0)
     if factor != 1:
         sizes = torch.tensor([weight.numel() for weight in weights], device=start.device)
         decayed = 0 if decays is None else decays.repeat_interleave(sizes) * start
-        made = factor * (made - decayed) + decayed
-    made = torch.where(made.isfinite(), made, 0)
+        made = torch.where(whole.isfinite(), (factor * (made - decayed) + decayed).clamp(-LARGEST, LARGEST), 0)
     everything = (residual_factor * residual + made).clamp(-LARGEST, LARGEST)
     old = torch.ones_like(start).long() if ages is None else (ages.long() + 1).clamp(max=255)
     offered = (shares[old] * everything + shares[256 + old] * made).clamp(-LARGEST, LARGEST)

@@ -104,6 +104,15 @@ def test_what_waits_and_what_is_offered_stay_within_the_largest(device: torch.de
         assert (residual == (0.0 if share == 1 else 0.0 if share == 2 else largest)).all()
 
 
+def test_finite_progress_is_refused_by_no_factor(device: torch.device) -> None:
+    n = 4099
+    for decays in (None, torch.tensor([0.5], device=device)):
+        start, weights, flag = torch.full((n,), 1e38, device=device), [torch.zeros(n, device=device)], flag_on(device)
+        residual, share = torch.zeros(n, device=device), whole_share(device)
+        kernels.offer_progress(weights, start, residual, None, share, flag, factor=-10.0, decays=decays)
+        assert flag.item() == 0 and (start == -extension.LARGEST).all() and not residual.any()
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", [[5], [3, 0, 5], [2047, 2049, 1, 70], [17_000, 40_000], [64] * 100])
 def test_an_offer_is_measured(device: torch.device, sizes: list[int], dtype: torch.dtype) -> None:
