@@ -11,19 +11,13 @@ constexpr int kAges = 256;
 SHARED_MATH uint8_t next_age(uint8_t age) { return static_cast<uint8_t>(age + (age < kAges - 1 ? 1 : 0)); }
 
 // How a step's progress joins what was left before, and what of it is offered.
-//   factor     of the progress; the part that is weight decay's, decay * start, is not multiplied if `decays` is set
+//   factor     of the progress, but for the part of it that is weight decay's; in a form without branches, for vectors
 //   of_residual  the old residual's factor
 struct Progress {
   float factor, of_residual;
-  bool decays;
 
-  // The progress from start to now. It is not finite where they are not: the factor alone refuses nothing.
-  SHARED_MATH float made(float start, float now, float decay) const {
-    const float whole = start - now, decayed = decay * start;
-    if (factor == 1.0f) return whole;
-    const float grown = decays ? factor * (whole - decayed) + decayed : factor * whole;
-    return is_finite(whole) ? within_largest(grown) : whole;
-  }
+  // The progress of an entry that went from start by `whole`, which is finite: the factor refuses nothing.
+  SHARED_MATH float made(float whole, float decayed) const { return within_largest(factor * (whole - decayed) + decayed); }
   SHARED_MATH float all(float residual, float made) const { return within_largest(of_residual * residual + made); }
 };
 

@@ -13,15 +13,17 @@
 namespace gradcomp::cpu {
 namespace {
 
-// Make every entry a step older, and look up the shares of its age.
-HOT void grow_older(uint8_t* __restrict ages, const float* __restrict shares, float* __restrict of_all,
-                    float* __restrict of_made, int64_t n) {
+// Make every entry a step older, and look up the share for its age.
+HOT void grow_older(uint8_t* __restrict ages, const float* __restrict shares, float* __restrict found, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const uint8_t age = next_age(ages[i]);
     ages[i] = age;
-    of_all[i] = shares[age];
-    of_made[i] = shares[kAges + age];
+    found[i] = shares[age];
   }
+}
+
+HOT void look_up(const uint8_t* __restrict ages, const float* __restrict shares, float* __restrict found, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) found[i] = shares[ages[i]];
 }
 
 // Offer a run, and return its weights to their start. Returns whether an entry was refused because it is not finite.
@@ -29,8 +31,8 @@ HOT bool offer(float* __restrict weights, float* __restrict start, float* __rest
                const float* __restrict of_made, int64_t n, Progress rule, float decay) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float from = start[i], found = rule.made(from, weights[i], decay);
-    const bool good = is_finite(found);
+    const float from = start[i], whole = from - weights[i], found = rule.made(whole, decay * from);
+    const bool good = is_finite(whole);
     refused |= good ? 0u : 1u;
     const float made = good ? found : 0.0f, all = rule.all(residual[i], made);
     const float offered = offered_of(all, made, of_all[i], of_made[i]);
@@ -89,21 +91,26 @@ void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Spa
                     OptionalSpan<uint8_t> ages, Span<const float> shares, Span<int32_t> flag, OptionalSpan<double> moments,
                     OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float factor, float of_residual,
                     Queue queue) {
-  const Progress rule = {factor, of_residual, decays.given()};
+  const Progress rule = {factor, of_residual};
+  const bool decays_apart = decays.given() && factor != 1.0f;
+  const float* const shares_of_made = shares.data + kAges;
+  // They are 0 but for Nesterov's momentum, and looking one up takes as long as reading an entry.
+  const bool shares_made = std::any_of(shares_of_made, shares_of_made + kAges, [](float share) { return share != 0.0f; });
   const Runs runs(weights, scratch);
   std::atomic<bool> refused = false;
   parallel_over(weights, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock], of_all[kBlock], of_made[kBlock];
     bool mine = false;
     std::fill_n(of_all, kBlock, shares.data[1]);
-    std::fill_n(of_made, kBlock, shares.data[kAges + 1]);
+    std::fill_n(of_made, kBlock, shares_of_made[1]);
     blocks(weights, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       const bool wide = weights.dtype[piece] == Dtype::f32;
       if (!wide) read(weights, piece, offset, count, buffer);
       float* const now = wide ? static_cast<float*>(weights.data[piece]) + offset : buffer;
       float* const offered = start.data + at;
-      if (ages.given()) grow_older(ages.data + at, shares.data, of_all, of_made, count);
-      const float decay = decays.given() ? decays.data[piece] : 0.0f;
+      if (ages.given()) grow_older(ages.data + at, shares.data, of_all, count);
+      if (ages.given() && shares_made) look_up(ages.data + at, shares_of_made, of_made, count);
+      const float decay = decays_apart ? decays.data[piece] : 0.0f;
       mine |= offer(now, offered, residual.data + at, of_all, of_made, count, rule, decay);
       if (!wide) narrow(buffer, weights.dtype[piece], static_cast<uint16_t*>(weights.data[piece]) + offset, count);
       if (peaks.given()) note_peaks(offered, at, count, peaks.data);

@@ -63,10 +63,10 @@ struct Run {
     bool refused = false;
     write_piece<kWhole>(weights, piece, entry, count, start);
     for (int i = 0; i < 4; ++i) {
-      const float found = to.rule.made(start.x[i], now.x[i], decay);
-      const bool good = is_finite(found);
+      const float whole = start.x[i] - now.x[i];
+      const bool good = is_finite(whole);
       refused |= !good && i < count;
-      const float made = good ? found : 0.0f, all = to.rule.all(residual.x[i], made);
+      const float made = good ? to.rule.made(whole, decay * start.x[i]) : 0.0f, all = to.rule.all(residual.x[i], made);
       const uint8_t age = next_age(ages.x[i]);
       ages.x[i] = age;
       start.x[i] = offered_of(all, made, shares[age], shares[kAges + age]);
@@ -272,8 +272,8 @@ void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Spa
   const bool measured = moments.given() && weights.count > 0;
   auto* const records = reinterpret_cast<MomentsRecord*>(scratch.data);
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
-  const Offer to = {
-      decays.data, start.data, residual.data, ages.data, shares.data, peaks.data, {factor, of_residual, decays.given()}};
+  const float* const decays_apart = factor != 1.0f ? decays.data : nullptr;
+  const Offer to = {decays_apart, start.data, residual.data, ages.data, shares.data, peaks.data, {factor, of_residual}};
   if (start.size > 0 && measured) {
     LAUNCH(offer_and_measure_tiles, blocks_for(start.size, kMeasured), kThreads, 0, queue, weights, to, flag.data, records);
   } else if (start.size > 0) {
