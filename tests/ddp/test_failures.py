@@ -111,6 +111,18 @@ def other_order(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: [each.step() for each in (both[::-1] if dist.get_rank() else both)])}
 
 
+def joined_alone(run: Training) -> dict[str, Any]:
+    """Rank 1 has no batch at all, and joins at once."""
+    limit()
+    fresh = Training(DDP, spec="topk:ratio=0.05", bucket_mb=0.02)
+
+    def train() -> None:
+        with fresh.whole.join():
+            fresh.train(2 if dist.get_rank() == 0 else 0)
+
+    return {"said": small_net.refused(train)}
+
+
 def died(run: Training) -> dict[str, Any]:
     """Rank 1 ends in mid-training, as one that the system kills, and nothing ends the other one."""
     if dist.get_rank() == 1:
@@ -119,7 +131,7 @@ def died(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.train(2))}
 
 
-CASES = {each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, other_order)}
+CASES = {each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, other_order, joined_alone)}
 
 
 def program(case: str, spec: str) -> None:
@@ -191,6 +203,12 @@ def test_a_last_step_that_one_rank_leaves_out_ends_after_the_groups_timeout() ->
     zero, _ = found("left_out_at_the_end")
     assert zero["said"].startswith("RuntimeError: gradcomp's exchange failed in agreement of the ranks")
     assert zero["kept"] and 3 <= zero["seconds"] < 6
+
+
+def test_a_rank_without_any_batch_says_what_it_cannot_know() -> None:
+    zero, one = found("joined_alone")
+    assert one["said"].startswith("RuntimeError: this rank has joined without a step of its own"), one
+    assert zero["said"].startswith("RuntimeError: "), zero
 
 
 def test_optimizers_that_step_in_another_order_are_named_on_all_ranks() -> None:
