@@ -16,7 +16,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, check_optimizer
-from gradcomp.engine.updates.steps import warn_user
+from gradcomp.engine.updates.steps import give_up_failed, warn_user
 from gradcomp.handle import Handle, by_name
 from gradcomp.networks.torch import TorchNetwork
 
@@ -153,9 +153,11 @@ class _BackwardPass:
         self.has_warned = False
 
     def look(self, model: DistributedDataParallel, inputs: Any) -> None:
-        """Warn of a copy of the model, whose exchange was left behind."""
+        """Warn of a copy of the model, whose exchange was left behind. Undo steps that have failed."""
         if "session" not in self.__dict__:
             self._warn_of_copy(model)
+        else:
+            give_up_failed()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave all behind: copies and files of the model have no exchange, as DDP's reducer is not in them either."""

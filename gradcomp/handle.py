@@ -12,10 +12,11 @@ from torch import Tensor
 
 from gradcomp.auto import EXACT, Chooser
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.phases import Door
+from gradcomp.engine.phases import IN_STEP, Door
 from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slots
+from gradcomp.engine.updates.steps import in_closure
 from gradcomp.networks import Connection
 from gradcomp.spec import Auto, auto_of, make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
@@ -86,7 +87,7 @@ class Handle:
             >>> handle.stats()["bytes_sent"]
         """
         stats = self._session.reducer.stats()
-        if (norm := self._session.updates.gradients.norm) is not None:
+        if self._session.reducer.on_updates and (norm := self._session.updates.gradients.norm) is not None:
             stats["grad_norm"] = norm
         if self._session.turns is not None:
             stats["auto"] = self._session.turns.report()
@@ -121,6 +122,8 @@ class Handle:
         self._choose(auto)
         try:
             self._session.refuse("change()")
+            if self._session.updates.in_step and in_closure():
+                raise RuntimeError(IN_STEP.format(event="change()"))
             self._session.replace(compressor)
             if self._session.turns is not None:  # the session may have added error feedback, for the residual
                 self._session.turns.restart(self._session.spec)

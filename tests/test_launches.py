@@ -165,7 +165,9 @@ def test_a_step_of_a_gpt_takes_few_operations_more_than_ddps(
                     buffers[-1][:1].add_(poison)
                 session.updates.note_backward()
             with counted(emulator) as of_start:
-                session.before(optimizer)
+                momentum = session.before(optimizer)
+                assert momentum is not None
+                momentum.hide()
             with torch.no_grad():
                 for parameter in named.values():
                     parameter.sub_(0.01)

@@ -187,6 +187,12 @@ class Bucket:
         if (ages := self.states[Residual.name].ages) is not None:
             ages.zero_()
 
+    def make_ages(self) -> None:
+        """Begin to count ages, of all that waits as of a moment that is about to join it: at once, it would be a long step."""
+        kept = self.states[Residual.name]
+        if kept.ages is None and self.progress is not None and self.progress.selects:
+            kept.ages = torch.zeros(self.layout.total, dtype=torch.uint8, device=self.layout.device)
+
     def put_back(self) -> None:
         """Put the residuals of frozen layers back. The next step sets them aside again."""
         self.frozen.put_back()

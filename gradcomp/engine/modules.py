@@ -251,12 +251,15 @@ class ModuleSession(Session):
         self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
         super().__init__(compressor, slots, network, options, door)
         self._has_looked = False
-        listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> ModuleReducer:
         reducer = ModuleReducer(compressor, self.slots, self.network, self.options)
         reducer.observer = self._observer
         return reducer
+
+    def _install(self, reducer: Reducer, compressor: Compressor) -> None:
+        super()._install(reducer, compressor)
+        listen(self)  # though it exchanges gradients
 
     def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> None:
         """Look for a GradScaler, once. Nothing else of the optimizer concerns the exchange."""

@@ -14,7 +14,7 @@ _FAILED = (
     "gradcomp refuses further steps on this rank, since a step failed in its middle ({reason}): its gradients were not "
     "exchanged, and entries that it had taken from the residual are lost. Start all ranks again from their last states"
 )
-_IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
+IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
 
 
 class Phase(Enum):
@@ -33,10 +33,10 @@ REFUSED: Mapping[str, Mapping[Phase, str]] = {
     "a gradient": {Phase.FAILED: _FAILED},
     "the end of a step": {Phase.FAILED: _FAILED},
     "the optimizer's step": {Phase.FAILED: _FAILED},
-    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
-    "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
-    "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
-    "commit()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
+    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
+    "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
+    "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
+    "commit()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
 }
 
 

@@ -19,8 +19,10 @@ from gradcomp.engine.meeting import Flow, Membership, Snapshot, run
 from gradcomp.engine.phases import Door, Phase, refuse
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slot, Slots
-from gradcomp.engine.updates.step_exchange import StepExchange, deliver_residuals
-from gradcomp.engine.updates.steps import ignore, listen
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum
+from gradcomp.engine.updates.step_exchange import StepExchange
+from gradcomp.engine.updates.steps import give_up_failed, ignore, listen, makes_state
+from gradcomp.engine.updates.to_gradients import deliver_residuals
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
@@ -30,7 +32,8 @@ class Session:
     """One model's exchanges on one rank. reducer: of the present compressor. turns: auto's Chooser, or None.
 
     updates: what is known of the user's optimizers, where the door has any. sums: updates are sums over the ranks, not means.
-    has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass. lags:
+    has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
+    has_seen_gradients: ever. lags:
     other ranks step, and this one has no batch.
     """
 
@@ -45,10 +48,10 @@ class Session:
         self._failure: tuple[object, str] | None = None  # the generation in which a step failed, and the error's text
         self._held: dict[str, Slot] = {}
         self._stock: torch.dtype | None = None
-        self.has_gradients = self.has_unchecked_gradients = self.lags = self.sums = False
+        self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = self.sums = False
         self._commits, self._announcement = Commits(), Announcement(door, network)
         self.updates = updates = StepExchange(slots, network)
-        self.show, self.hide, self.note_loaded = updates.show, updates.hide, updates.note_loaded  # called by steps.py
+        self.show, self.note_loaded, self.give_up = updates.show, updates.note_loaded, updates.give_up  # called by steps.py
         self._install(self._make_reducer(compressor), compressor)
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
@@ -133,7 +136,7 @@ class Session:
             self._discard_step()
         if self.turns is not None and not (self.door.holds or self.reducer.on_updates):
             self._take_turn()
-        self.has_gradients = self.has_unchecked_gradients = True
+        self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = True
         if not self.reducer.on_updates:
             self._step_in = here
         if self._stock is not None and self.reducer.clock is not None:
@@ -236,6 +239,7 @@ class Session:
         if self._failure is not None:
             self.refuse("the end of a step")
         self.has_unchecked_gradients = False
+        give_up_failed()
         self.meet()
         with self._noting_failure():
             return self.updates.end_backward(self.reducer.steps_done)
@@ -246,15 +250,15 @@ class Session:
             self.before(optimizer)
             self.after(optimizer)
 
-    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> None:
-        """Begin a step of any optimizer. has_closure: gradients may come within the step."""
-        if not self.network.ready:
-            return
-        waits = self.has_unchecked_gradients or not (self.has_gradients or has_closure)
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> HiddenMomentum | None:
+        """Begin a step. Return the momentum to hide; None if nothing is exchanged. has_closure: gradients may come in it."""
+        if not self.network.ready or (not (self.has_gradients or has_closure) and makes_state()):
+            return None
+        waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
         if self.door.needs_gradients and (waits or self.door.calls_another(optimizer)):
-            return
+            return None
         if (trained := self.updates.find_stepping(optimizer, self._given_momentum)) is None:
-            return
+            return None
         if self._failure is not None:
             self.refuse("the optimizer's step")
         if self._membership.met_in is not self.network.generation:
@@ -263,15 +267,17 @@ class Session:
             if trained.reducer is not self.reducer:
                 self.sums = self.updates.adds_up(optimizer, trained, self.door.adds_up(optimizer), self.sums)
                 if self.updates.parts != self.reducer.parts:  # an optimizer is new
-                    self.reducer = state.regroup(self.reducer, self._make_reducer(self.compressor))
+                    old, self.reducer = self.reducer, state.regroup(self.reducer, self._make_reducer(self.compressor))
+                    self.updates.carry_starts(old, self.reducer)
             self.updates.begin(optimizer, trained, self.reducer)
         except BaseException as error:
             self.failed(error)
             raise
+        return trained.momentum
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer that has stepped."""
-        trained = self.updates.find(optimizer, self._given_momentum)
+        trained = self.updates.trained(optimizer)
         if trained is None or not trained.has_begun:
             return
         try:
@@ -362,13 +368,15 @@ class Session:
                 yield from self.meeting(follows=False)
                 if delivers:
                     self.updates.forget()
-                    yield from deliver_residuals(old, self.updates.optimizers(), self.network)
+                    scale = float(self.network.world.size) if self.sums else 1.0
+                    yield from deliver_residuals(old, self.updates.optimizers(), self.network, scale)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     self.failed(error)
                 raise
-        self.updates.note_change(to_updates=new.on_updates and not old.on_updates)
+        was_hidden = old.on_updates and (old.given_momentum is None or old.given_momentum.hides)
+        self.updates.note_change(to_updates=new.on_updates and not was_hidden)
         self._install(new, compressor)
 
     # The state.
@@ -383,6 +391,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
+        give_up_failed()
         self.refuse("state_dict()")
         place = self._membership.saved_place
         return state.pack(self.spec, place.ranks, {place.rank: self.share()})

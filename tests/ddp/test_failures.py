@@ -131,7 +131,9 @@ def died(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.train(2))}
 
 
-CASES = {each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, other_order, joined_alone)}
+CASES = {
+    each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, other_order, joined_alone)
+}
 
 
 def program(case: str, spec: str) -> None:

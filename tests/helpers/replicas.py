@@ -68,17 +68,22 @@ class Replica:
                 session.ready(session.slot(each))
             session.finish()
 
+    def begin(self, optimizer: Optimizer) -> None:
+        """Begin a step, as the hook before it does."""
+        if (momentum := self.session.before(optimizer)) is not None:
+            momentum.hide()
+
     def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> None:
         """Take a step with one optimizer, or with all."""
         exchanges = self.session is not None and self.session.reducer.on_updates
         for each in self.optimizers if optimizer is None else [optimizer]:
             if exchanges:
-                self.session.before(each)
+                self.begin(each)
             try:
                 each.step(closure) if closure is not None else each.step()
             except BaseException:
                 if exchanges:
-                    self.session.show(each)
+                    self.session.give_up(each)
                 raise
             if exchanges:
                 self.session.after(each)

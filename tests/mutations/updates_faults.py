@@ -6,7 +6,7 @@ from mutations.fault import Fault
 
 ENGINE = "gradcomp/engine"
 LAWS, HIDDEN, RANDOM = "test_laws_of_updates.py", "test_hidden_momentum.py", "test_random_programs.py"
-STEPS, FOUND = "test_steps.py", "test_found_by_mutation.py"
+STEPS, FOUND, PROGRAMS = "test_steps.py", "test_found_by_mutation.py", "test_other_programs.py"
 
 UPDATES_FAULTS = (
     Fault(
@@ -26,16 +26,15 @@ UPDATES_FAULTS = (
     Fault(
         "a hidden momentum is not shown again after the step",
         ENGINE,
-        '        """Exchange the progress of a step, once: after the innermost of those that call one another."""\n'
-        "        trained.momentum.show()\n",
-        '        """Exchange the progress of a step, once: after the innermost of those that call one another."""\n',
+        "            return\n        trained.momentum.show()\n        trained.has_begun = False\n",
+        "            return\n        trained.has_begun = False\n",
         (HIDDEN,),
     ),
     Fault(
         "SGD steps without its momentum and without the rest of each gradient's effect",
         ENGINE,
-        'self._set(group, "lr", group["lr"] * whole)',
-        'self._set(group, "lr", group["lr"])',
+        'values = {"momentum": 0.0, "lr": group["lr"] * whole}',
+        'values = {"momentum": 0.0, "lr": group["lr"]}',
         (HIDDEN, LAWS),
     ),
     Fault(
@@ -90,7 +89,7 @@ UPDATES_FAULTS = (
     Fault(
         "a change to gradients forgets what waits",
         ENGINE,
-        "        bucket.progress.deliver(Update(mean), 1.0)\n",
+        "        bucket.progress.deliver(Update(mean), scale)\n",
         "",
         ("test_step_exchange.py",),
     ),
@@ -110,11 +109,53 @@ UPDATES_FAULTS = (
     ),
     # --- Steps: who exchanges, when, and with which settings
     Fault(
-        "a closure that raises an error leaves the momentum hidden",
+        "a closure sees a hidden momentum",
         ENGINE,
-        "        except BaseException:\n            _show(optimizer)\n            raise\n",
-        "        except BaseException:\n            raise\n",
-        (HIDDEN, STEPS),
+        "        _show(optimizer)\n        _closures += 1\n",
+        "        _closures += 1\n",
+        (PROGRAMS, STEPS),
+    ),
+    Fault(
+        "a step that has raised an error stays half done",
+        ENGINE,
+        "        for bucket in trained.waiting:\n",
+        "        for bucket in ():\n",
+        (PROGRAMS,),
+    ),
+    Fault(
+        "a layer of two optimizers is exchanged after the steps of one",
+        ENGINE,
+        "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each])",
+        "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each][-1:])",
+        (PROGRAMS,),
+    ),
+    Fault(
+        "parameters that nobody exchanges lose their momentum",
+        ENGINE,
+        "and all(each in self._own or each in exchanged for each in trained)",
+        "",
+        (PROGRAMS,),
+    ),
+    Fault(
+        "the moments of gradients in between are lost in the next change to updates",
+        ENGINE,
+        "        self._has_hidden = False\n\n    @torch",
+        "\n    @torch",
+        (PROGRAMS,),
+    ),
+    Fault(
+        "a change before a step leaves every rank its own gradients",
+        ENGINE,
+        "                grad.copy_(slot.shaped(own))\n",
+        "                slot.shaped(own)\n",
+        (PROGRAMS,),
+    ),
+    Fault(
+        "a step that only makes a state to save is exchanged",
+        ENGINE,
+        '_MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")',
+        "_MAKE_STATES = ()",
+        (PROGRAMS, "test_state.py"),
     ),
     Fault(
         "hooks of the user's act on the weights of one rank",
@@ -133,7 +174,7 @@ UPDATES_FAULTS = (
     Fault(
         "an outer step exchanges once more",
         ENGINE,
-        "        if self.in_step:\n            self._end_around(trained)\n",
+        "        if self.in_step:\n            self._leave_out(buckets)\n",
         "",
         (FOUND, "test_optimizers.py"),
     ),
@@ -145,11 +186,11 @@ UPDATES_FAULTS = (
         (FOUND, "test_optimizers.py"),
     ),
     Fault(
-        "Horovod's own step for a broadcast of the optimizer's state is exchanged",
+        "steps of Horovod's Adasum within backward() are taken for a training's",
         ENGINE,
-        "self.has_unchecked_gradients or not (self.has_gradients or has_closure)",
+        "self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)",
         "self.has_unchecked_gradients",
-        ("test_state.py",),
+        ("test_loops.py",),
     ),
     Fault(
         "Horovod's step is exchanged before it calls the optimizer's",
@@ -189,8 +230,8 @@ UPDATES_FAULTS = (
     Fault(
         "another optimizer of the same layers begins without what waits",
         ENGINE,
-        "self.reducer = state.regroup(self.reducer, self._make_reducer(self.compressor))",
-        "self.reducer = self._make_reducer(self.compressor)",
+        "state.regroup(self.reducer, self._make_reducer(self.compressor))",
+        "self._make_reducer(self.compressor)",
         ("test_step_exchange.py",),
     ),
     # --- What goes into the residual, and what stays there
@@ -204,8 +245,8 @@ UPDATES_FAULTS = (
     Fault(
         "the weight decay is lengthened as ranks' noisy steps are",
         ENGINE,
-        "if any(rates) and rates != trained.decays:",
-        "if False:",
+        "[decays[id(each)] for each in params] if any(rates) else []",
+        "[]",
         (FOUND,),
     ),
     Fault(
@@ -246,8 +287,8 @@ UPDATES_FAULTS = (
     Fault(
         "groups of two momenta share a bucket, and one of them",
         ENGINE,
-        "(number, momenta.get(name)) for name, number",
-        "(number, None) for name, number",
+        "tuple([(i, each[name]) for i, each",
+        "tuple([(i, None) for i, each",
         (HIDDEN,),
     ),
 )

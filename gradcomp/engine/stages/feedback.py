@@ -94,10 +94,15 @@ class Feedback(Wrapper):
 
     @property
     def given_momentum(self) -> Momentum | None:
-        """The momentum in place of the optimizer's; None: the optimizer's own."""
-        if self.inner.traits.momentum:
+        """The momentum in place of the optimizer's; None: the optimizer's own.
+
+        An algorithm with a momentum of its own hides the optimizer's, and momentum=0 leaves it to the optimizer.
+        """
+        if self.inner.traits.momentum and self.momentum != 0:
             return Momentum()
-        return None if isinstance(self.momentum, str) else Momentum(self.momentum, self.nesterov)
+        if isinstance(self.momentum, str):
+            return None
+        return Momentum(self.momentum, self.nesterov, hides=self.momentum > 0)
 
     @property
     def traits(self) -> Traits:

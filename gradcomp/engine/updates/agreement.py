@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcomp.core.requests import Field, Gather, Payload
 from gradcomp.native.memory import HostCopy
-from gradcomp.networks import Answer, Connection
+from gradcomp.networks import Connection
 
 # The kinds of records, and their form.
 BACKWARD, STEP = 1.0, 2.0
@@ -32,23 +32,20 @@ class Agreement:
 
     def __init__(self, network: Connection):
         self._network = network
-        self.answer: Answer | None = None  # from begin() to end()
         self._found: HostCopy | None = None
 
-    def begin(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> None:
-        """Begin to exchange records. number: of the optimizer. poison: a float, 0, or NaN where a gradient is not finite."""
+    def exchange(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> Tensor:
+        """Exchange records. Return 0 if all gradients are finite, otherwise Inf or NaN, where the records lie.
+
+        number: of the optimizer. poison: a float, not 0 where a gradient is not finite.
+        """
         if self._found is not None:
             self._look(self._found.all())
         device = self._network.device
         record = torch.tensor((kind, float(number), float(step), 0.0)).to(device, non_blocking=device.type != "cpu")
         if poison is not None:
             record[3:] = poison
-        self.answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
-
-    def end(self) -> Tensor:
-        """End the exchange. Return 0 if all gradients are finite, otherwise NaN, where the records lie."""
-        assert self.answer is not None
-        answer, self.answer = self.answer, None
+        answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
         replies: Any = answer()
         records = torch.cat([reply.bytes for reply in replies]).view(torch.float32)
         if records.is_cuda:
@@ -58,8 +55,8 @@ class Agreement:
         return records[3::4].sum()
 
     def discard(self) -> None:
-        """Forget what is under way."""
-        self.answer = self._found = None
+        """Forget the records that nobody has looked at."""
+        self._found = None
 
     def _look(self, numbers: Sequence[float]) -> None:
         """Look whether the ranks have sent equal records, but for what they say of their gradients."""

@@ -8,8 +8,9 @@ residual (docs/decisions/updates.md).
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ Group = dict[str, Any]
 
 
 class Momentum(NamedTuple):
-    """A momentum, and whether it is Nesterov's."""
+    """A momentum, and whether it is Nesterov's. hides: it stands in place of the optimizer's, which is hidden."""
 
     value: float = 0.0
     nesterov: bool = False
+    hides: bool = True
 
     def shares(self) -> list[float]:
         """Return the share of an entry's residual that is sent at each age, 256 of them, and those of the newest update.
@@ -63,56 +65,96 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
     return kind.__bases__[0] if hasattr(optimizer, "skip_synchronize") and len(kind.__bases__) == 1 else kind
 
 
+# What is hidden of each optimizer, by group and setting: the group, the user's value, and the one in its place. Several
+# sessions may exchange the layers of one optimizer.
+_hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, str], tuple[Group, Any, Any]]]
+_hidden = weakref.WeakKeyDictionary()
+
+
 class HiddenMomentum:
     """The momentum of one optimizer. given: the momentum of the spec, in its place; None: the optimizer's own.
 
-    rule: None for an optimizer whose momentum is not known, or not a number: it keeps it.
+    own: the ids of the session's parameters; exchanged: and of all others whose updates are exchanged. A group that trains any
+    more keeps its momentum. rule: None for an optimizer that keeps it in all groups. divides: by a second moment, so that an
+    update is as long as any other, whatever the gradient's length.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, given: Momentum | None):
-        self._optimizer, self._given = weakref.ref(optimizer), given
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        given: Momentum | None,
+        own: Collection[int] | None = None,
+        exchanged: Collection[int] = (),
+    ):
+        self._optimizer, self._given, self._own = weakref.ref(optimizer), given, own
         rule = RULES.get(class_of(optimizer))
-        if given is not None and given.value == 0:  # momentum=0 leaves it to the optimizer
+        self.divides = rule is not None and bool(rule.second)
+        if given is not None and not given.hides:
             rule = None
         if rule is not None and any(isinstance(_value(group, rule), Tensor) for group in optimizer.param_groups):
             rule = None
-        self.rule = rule
-        self._shown: list[tuple[Group, str, Any]] = []
+        self._groups = {id(group) for group in optimizer.param_groups if self._is_whole(group, exchanged)}
+        self.rule = rule if self._groups else None
         self._has_hidden = False
+
+    def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
+        """Say whether the group trains the session's parameters, and none whose updates nobody exchanges."""
+        if self._own is None:
+            return True
+        trained = [id(each) for each in group["params"] if each.requires_grad]
+        return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
 
     @property
     def normalizes(self) -> bool:
-        """True if an update is as long as any other, whatever the gradient's length: by Adam and its kin."""
-        return self.rule is not None and bool(self.rule.second)
+        """True if the momentum is hidden of an optimizer that divides."""
+        return self.rule is not None and self.divides
 
     def of(self, group: Group) -> Momentum:
         """Return the momentum of a group that the residual stands for."""
-        if self.rule is None:
+        if self.rule is None or id(group) not in self._groups:
             return Momentum()
-        return self._given or Momentum(float(_value(group, self.rule)), bool(group.get("nesterov", False)))
+        own = float(_value(group, self.rule))
+        return self._given or Momentum(own if own < 1 else 0.0, bool(group.get("nesterov", False)))
 
     def hide(self) -> None:
         """Let the optimizer step without momentum, and with the whole effect of each gradient. Do nothing if it does."""
         optimizer = self._optimizer()
-        if self.rule is None or self._shown or optimizer is None:
+        if self.rule is None or optimizer is None:
             return
         self._has_hidden = True
+        if (hidden := _hidden.get(optimizer)) is None:
+            hidden = _hidden[optimizer] = {}
         for group in optimizer.param_groups:
+            if id(group) not in self._groups or (id(group), self.rule.setting) in hidden:
+                continue
             own, momentum = float(_value(group, self.rule)), self.of(group).value
+            values: Group = {}
+            if own >= 1 and self._given is None:  # a sum of all gradients is no queue: it stays
+                continue
             if self.rule.setting == "betas":  # a moment is a mean: all of a gradient's effect is that of one step
-                self._set(group, "betas", (0.0, group["betas"][1]))
+                values = {"betas": (0.0, group["betas"][1])}
             elif own or momentum:
                 whole = (1 - group.get("dampening", 0.0) if own else 1.0) / (1 - momentum)
-                self._set(group, "lr", group["lr"] * whole)
-                self._set(group, "momentum", 0.0)
+                values = {"momentum": 0.0, "lr": group["lr"] * whole}
                 if group.get("nesterov"):
-                    self._set(group, "nesterov", False)
+                    values["nesterov"] = False
+            hidden |= {(id(group), name): (group, group[name], value) for name, value in values.items()}
+            group |= values
 
     def show(self) -> None:
-        """Show the optimizer's own settings again."""
-        shown, self._shown = self._shown, []
-        for group, name, value in shown:
-            group[name] = value
+        """Show the optimizer's own settings again, of all sessions."""
+        if (optimizer := self._optimizer()) is None:
+            return
+        for (_, name), (group, own, hidden) in _hidden.pop(optimizer, {}).items():
+            if group[name] is hidden:
+                group[name] = own
+            elif name == "lr":  # after a step that raised an error
+                group[name] = _scheduled(own, hidden, group[name])
+
+    def forget(self) -> None:
+        """Forget what is hidden: the optimizer has loaded other settings."""
+        if (optimizer := self._optimizer()) is not None:
+            _hidden.pop(optimizer, None)
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -125,7 +167,9 @@ class HiddenMomentum:
         if rule is None or optimizer is None or not self._has_hidden:
             return
         for group in optimizer.param_groups:
-            for parameter in group["params"] if _value(group, rule) else ():
+            if id(group) not in self._groups or not _value(group, rule):
+                continue
+            for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if not state:
                     continue
@@ -133,10 +177,7 @@ class HiddenMomentum:
                     moment.zero_()
                 elif rule.second:
                     state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-    def _set(self, group: Group, name: str, value: Any) -> None:
-        self._shown.append((group, name, group[name]))
-        group[name] = value
+        self._has_hidden = False
 
     @torch.no_grad()
     def take_undelivered(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,19 +188,26 @@ class HiddenMomentum:
         optimizer, rule = self._optimizer(), self.rule
         if rule is None or optimizer is None:
             return
-        for group in optimizer.param_groups:
+        for group in [each for each in optimizer.param_groups if id(each) in self._groups]:
             momentum = Momentum(float(_value(group, rule)), bool(group.get("nesterov", False)))
             m = momentum.value
-            for parameter in group["params"]:
+            for parameter in [each for each in group["params"] if self._own is None or id(each) in self._own]:
                 state = optimizer.state.get(parameter, {})
                 moment = state.get(rule.buffer)
-                if not isinstance(moment, Tensor) or m == 0:
+                if not isinstance(moment, Tensor) or not 0 < m < 1:
                     continue
                 step = moment * (group["lr"] * m * (m if momentum.nesterov else 1.0) / (1 - m))
                 if rule.setting == "betas":
                     step = step / _root(state, group, rule)
                 moment.zero_()
                 yield parameter, step
+
+
+def _scheduled(own: float, hidden: float, now: float) -> float:
+    """Return the rate of a schedule that went on from a hidden one: by a factor of it, or to a rate of the schedule's own."""
+    if min(own, hidden, now) <= 0:
+        return now
+    return own * now / hidden if abs(math.log(now / hidden)) < abs(math.log(now / own)) else now
 
 
 def _root(state: Mapping[str, Any], group: Group, rule: Rule) -> Tensor:
@@ -181,10 +229,6 @@ def decay_of(optimizer: torch.optim.Optimizer, group: Group) -> float:
     """Return the share of a weight that a step takes away beside the gradient's: decoupled weight decay, times the rate."""
     decoupled = class_of(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
     return float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
-
-
-# Calls a function with every parameter's tensors of an optimizer's state.
-OfState = Callable[[Tensor], None]
 
 
 def floating_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

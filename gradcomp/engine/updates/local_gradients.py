@@ -48,7 +48,7 @@ class LocalGradients:
         return place.squares
 
     def end(self) -> Tensor | None:
-        """End the pass. Return 0 if its gradients are finite, otherwise NaN, as one float; None if there were none."""
+        """End the pass. Return 0 if its gradients are finite, otherwise Inf or NaN, as one float; None if there were none."""
         if not (noted := self._noted):
             return None
         every, self._noted = [each.squares for each in self._places[:noted]], 0
@@ -56,7 +56,7 @@ class LocalGradients:
         self._total = all_squares.sum()
         scale = getattr(self.scaler, "_scale", None)  # in public only as a number, for which a GPU would be waited for
         self._scale = None if scale is None else scale.clone()
-        return (self._total * 0).float()
+        return torch.where(self._total.isfinite(), 0.0, self._total).float()
 
     def discard(self) -> None:
         """Forget the pass under way."""

@@ -23,11 +23,13 @@ from gradcomp.native.memory import Update
 class StepRule:
     """How the steps of a bucket's optimizer go into the residual.
 
-    momentum: the one that the residual stands for. normalizes: the optimizer is Adam's kin (adam_noise).
+    momentum: the one that the residual stands for. normalizes: the optimizer is Adam's kin (adam_noise). decays: of each layer,
+    the share of a weight that the step takes away beside the gradient's; none where it does not matter.
     """
 
     momentum: Momentum = field(default_factory=Momentum)
     normalizes: bool = False
+    decays: Sequence[float] = ()
 
 
 class Weights:
@@ -63,10 +65,9 @@ class Progress:
 
     residual: of the bucket. start: the weights before the step, and after it what is offered of the residual. ages: the steps
     since each entry was last sent, at most 255; None until entries wait behind a momentum. selects: the compressor sends some
-    entries and leaves others. keeps_rest: what it leaves of the offer stays. rule: of the present step. decays: of each layer,
-    the share of a weight that the step takes away beside the gradient's. skipped: a GradScaler's found_inf, where the optimizer
-    itself skips a step; nothing is offered then. weights: of the layers; None where gradients take
-    their place, whose momentum is the spec's.
+    entries and leaves others. keeps_rest: what it leaves of the offer stays. rule: of the present step. skipped: a GradScaler's
+    found_inf, where the optimizer itself skips a step; nothing is offered then. weights: of the layers; None where gradients
+    take their place, whose momentum is the spec's.
     """
 
     def __init__(self, layout: Layout, residual: Tensor, seed: int, slots: Sequence[Slot] | None = None):
@@ -75,7 +76,7 @@ class Progress:
         self.start = torch.empty(layout.total, device=layout.device)
         self.ages: Tensor | None = None
         self.selects = self.keeps_rest = True
-        self.rule, self.decays = StepRule(), list[float]()
+        self.rule = StepRule()
         self.noise = RankNoise(layout, seed)
         self.flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
         self.skipped: Tensor | None = None
@@ -100,7 +101,7 @@ class Progress:
             if step % DELAY == 0:  # all that comparisons do comes then
                 self.noise.begin(step, context.world.size, self.residual)
             factor = self.noise.factor
-        decays = None if factor == 1 else self._decays_of(self.decays)
+        decays = None if factor == 1 else self._decays_of(self.rule.decays)
         acc = self._offer(self.weights.read(), context, factor, residual_factor, frozen, decays)
         if self.weights.copied:
             self.weights.written()
@@ -125,10 +126,10 @@ class Progress:
         decays: Tensor | None,
     ) -> Acc:
         momentum = self.rule.momentum
-        if self._shares[0] is not momentum:
+        if self._shares[0] != momentum:
             self._make_shares(momentum)
         if self.ages is None and self.selects and momentum.value:
-            self.ages = torch.zeros(self.layout.total, dtype=torch.uint8, device=self.layout.device)
+            self.ages = self.make_ages()
         shares = self._shares[1]
         if self.skipped is not None:  # 1 where the optimizer has skipped its step: a GPU is not asked
             shares = shares * (1 - self.skipped.reshape(-1)[:1].to(shares.device, non_blocking=True))
@@ -176,6 +177,10 @@ class Progress:
         """Return the rest of the offer to the residual, after an exchange of gradients."""
         if self.keeps_rest:
             self.residual.add_(self.start).clamp_(-LARGEST, LARGEST)
+
+    def make_ages(self) -> Tensor:
+        """Make ages: what waits already has waited for long."""
+        return self.residual.ne(0).to(torch.uint8) * 255
 
     def _make_shares(self, momentum: Momentum) -> None:
         shares = torch.tensor(momentum.shares())

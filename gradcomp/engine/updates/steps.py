@@ -26,18 +26,43 @@ _SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.c
 
 # In the order in which they began to listen, which is the same on all ranks: exchanges of several follow one another.
 _listeners: list[weakref.ref[Any]] = []
+# How often they have changed: what they know of one another is old then.
+changes = 0
+_closures = 0  # under way
+# The steps under way, each with the frame that calls its hooks: a step that raises an error runs no hook after it.
+_under_way: list[tuple[weakref.ref[torch.optim.Optimizer], FrameType]] = []
+# Functions of other packages that step an optimizer only to make its state.
+_MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")
 
 
 def listen(listener: Any) -> None:
-    """Call a listener's before(optimizer, has_closure) and after(optimizer) around every step, as long as it lives."""
+    """Call a listener's before(optimizer, has_closure) and after(optimizer) around every step, as long as it lives.
+
+    before() returns the HiddenMomentum of a step that the listener takes part in, otherwise None.
+    """
+    global changes
     _register_once()
     if listener not in _living():
+        changes += 1
         _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
 def ignore(listener: Any) -> None:
     """Call a listener no longer."""
-    _listeners[:] = [each for each in _listeners if each() is not listener]
+    global changes
+    if any(each() is listener for each in _listeners):
+        changes += 1
+        _listeners[:] = [each for each in _listeners if each() is not listener]
+
+
+def exchanged() -> set[int]:
+    """Return the ids of all parameters whose updates a listener exchanges."""
+    return {number for each in _living() if each.reducer.on_updates for number in each.updates.exchanged}
+
+
+def in_closure() -> bool:
+    """Say whether a closure of a step is under way."""
+    return _closures > 0
 
 
 def _living() -> list[Any]:
@@ -55,7 +80,6 @@ def _meet(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if _show not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(_show)
-        optimizer.register_state_dict_post_hook(_hide)
         optimizer.register_load_state_dict_post_hook(_note_loaded)
     if not before or next(reversed(before.values())) is not _before:
         _drop(before, _before)
@@ -72,41 +96,69 @@ def _drop(hooks: dict[int, Any], hook: Any) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
-    closure = args[1] if len(args) > 1 else options.get("closure")
-    for reference in [*_listeners]:  # without a call, in every step
-        if (each := reference()) is not None:
-            each.before(optimizer, closure is not None)
-    if closure is None:
+    frame = sys._getframe(1)
+    if _under_way:
+        give_up_failed()
+    by_position = len(args) > 1 and callable(args[1])
+    closure = args[1] if by_position else options.get("closure")
+    living = [each for reference in _listeners if (each := reference()) is not None]
+    momenta = [momentum for each in living if (momentum := each.before(optimizer, closure is not None)) is not None]
+    if momenta:
+        _under_way.append((weakref.ref(optimizer), frame))
+    for momentum in momenta:  # after all have read the optimizer's settings
+        momentum.hide()
+    if not momenta or not callable(closure):
         return None
 
     @functools.wraps(closure)
     def guarded() -> Any:
-        """Show the momentum again if the closure fails: no hook after the step then runs."""
+        """Show the momentum to the closure, also if it fails: no hook after the step then runs."""
+        global _closures
+        _show(optimizer)
+        _closures += 1
         try:
-            return closure()
-        except BaseException:
-            _show(optimizer)
-            raise
+            found = closure()
+        finally:
+            _closures -= 1
+        for momentum in momenta:
+            momentum.hide()
+        return found
 
-    return (args[0], guarded, *args[2:]), {name: each for name, each in options.items() if name != "closure"}
+    return ((args[0], guarded, *args[2:]), options) if by_position else (args, {**options, "closure": guarded})
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    for i in reversed(range(len(_under_way))):
+        if _under_way[i][0]() is optimizer:
+            del _under_way[i:]
+            break
     for reference in [*_listeners]:
         if (each := reference()) is not None:
             each.after(optimizer)
 
 
 def _show(optimizer: torch.optim.Optimizer) -> None:
-    """Show the optimizer's own settings, before they are saved or after a step has failed."""
+    """Show the optimizer's own settings, before they are saved or to a closure."""
+    give_up_failed()
     for each in _living():
         each.show(optimizer)
 
 
-def _hide(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Hide the momentum again if a step is under way, whose closure saves the optimizer's state."""
-    for each in _living():
-        each.hide(optimizer)
+def give_up_failed() -> None:
+    """Give up the steps that have raised an error: they are in no thread's stack any more."""
+    if not _under_way:
+        return
+    running = {frame for first in sys._current_frames().values() for frame in _callers(first)}
+    for each in [each for each in _under_way if each[1] not in running]:
+        _under_way.remove(each)
+        if (optimizer := each[0]()) is not None:
+            for listener in _living():
+                listener.give_up(optimizer)
+
+
+def makes_state() -> bool:
+    """Say whether a step that begins only makes the optimizer's state, for a function that saves or broadcasts it."""
+    return any(frame.f_code.co_name in _MAKE_STATES for frame in _callers(sys._getframe(1)))
 
 
 def _note_loaded(optimizer: torch.optim.Optimizer) -> None:

@@ -83,7 +83,7 @@ def test_an_optimizer_that_calls_another_one_exchanges_nothing_of_its_own() -> N
     outer = {id(rank): SGD(rank.weights.values(), lr=0.5, momentum=0.5) for rank in ours.ranks}
 
     def step(rank: Replica) -> None:
-        rank.session.before(outer[id(rank)])
+        rank.begin(outer[id(rank)])
         rank.step()
         rank.session.after(outer[id(rank)])
         assert outer[id(rank)].param_groups[0]["momentum"] == 0.5

@@ -61,7 +61,7 @@ class Pair:
 
         def whole(*arguments: Any, **options: Any) -> Any:
             if exchanges:
-                rank.session.before(rank.optimizer)
+                rank.begin(rank.optimizer)
             result = step(*arguments, **options)
             if exchanges:
                 rank.session.after(rank.optimizer)

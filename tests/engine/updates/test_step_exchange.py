@@ -89,7 +89,7 @@ def test_the_innermost_step_exchanges_and_no_other() -> None:
         rank: Replica = ours.ranks[0]
         rank.backward(draw(step)[0])
         for _ in range(2):
-            rank.session.before(rank.optimizer)
+            rank.begin(rank.optimizer)
         rank.optimizer.step()
         for _ in range(2):
             rank.session.after(rank.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from gradcomp.engine.updates.steps import ignore, listen
 
 
 class Noted:
-    """A listener."""
+    """A listener. takes_part: in all steps."""
 
-    def __init__(self, into: list[Any]):
-        self._into = into
+    reducer = SimpleNamespace(on_updates=False)
 
-    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> None:
+    def __init__(self, into: list[Any], takes_part: bool = False):
+        self._into, self.takes_part = into, takes_part
+
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> Noted | None:
         self._into.append("before")
+        return self if self.takes_part else None
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("after")
@@ -25,8 +29,11 @@ class Noted:
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("show")
 
-    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+    def hide(self) -> None:
         self._into.append("hide")
+
+    def give_up(self, optimizer: torch.optim.Optimizer) -> None:
+        self._into.append("give up")
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -59,11 +66,25 @@ def test_a_closure_runs_within_the_step_with_gradients_enabled() -> None:
         seen.append(torch.is_grad_enabled())
         return 0.5
 
-    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
-        seen.clear()
-        with torch.no_grad():
-            assert step() == 0.5
-        assert seen == ["before", True, "after"]
+    for takes_part in (False, True):
+        listener.takes_part = takes_part
+        for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+            seen.clear()
+            with torch.no_grad():
+                assert step() == 0.5
+            assert seen == (["before", "hide", "show", True, "hide", "after"] if takes_part else ["before", True, "after"])
+    del listener
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, factor: float = 1.0, *, closure: Any = None) -> Any:  # type: ignore[override]
+        return factor if closure is None else closure()
+
+
+def test_arguments_of_an_optimizers_own_arrive_as_they_are() -> None:
+    optimizer, seen = Scaled([torch.nn.Parameter(torch.zeros(3))]), list[Any]()
+    listen(listener := Noted(seen, takes_part=True))
+    assert optimizer.step(3.0) == 3.0 and optimizer.step(closure=lambda: 0.5) == 0.5 and optimizer.step() == 1.0
     del listener
 
 
@@ -81,16 +102,42 @@ def test_hooks_of_the_user_act_on_the_weights_of_all_ranks() -> None:
     del listener
 
 
-def test_a_step_that_fails_and_a_state_that_is_saved_show_all_settings() -> None:
+def test_a_closure_that_fails_has_seen_all_settings_and_its_step_is_given_up() -> None:
     optimizer, seen = sgd(), list[Any]()
-    listen(listener := Noted(seen))
+    listen(listener := Noted(seen, takes_part=True))
 
     def closure() -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(closure)
-    assert seen == ["before", "show"]
+    assert seen == ["before", "hide", "show"]
     optimizer.state_dict()
-    assert seen == ["before", "show", "show", "hide"]
+    assert seen == ["before", "hide", "show", "give up", "show"]
+    del listener
+
+
+def test_a_step_that_fails_is_given_up_before_the_next_one() -> None:
+    """Steps that one calls are no failed ones."""
+    seen = list[Any]()
+    inner, broken, outer = sgd(), sgd(), sgd()
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise MemoryError
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            inner.step()
+            return inner.step()
+
+    broken, outer = (kind([torch.nn.Parameter(torch.zeros(3))]) for kind in (Broken, Outer))
+    listen(listener := Noted(seen, takes_part=True))
+    outer.step()
+    assert seen == ["before", "hide", *["before", "hide", "after"] * 2, "after"]
+    seen.clear()
+    with pytest.raises(MemoryError):
+        broken.step()
+    inner.step()
+    assert seen == ["before", "hide", "give up", "before", "hide", "after"]
     del listener
