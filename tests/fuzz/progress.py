@@ -64,14 +64,12 @@ def offer_progress(draw: Draw) -> Made:
     }
 
     def check() -> None:
-        made, sizes = start.was - joined(weights), [len(each) for each in weights]
+        whole, decay = start.was - joined(weights), f32(0)
         if factor != 1 and decays is not None:
-            decayed = np.repeat(decays.was[: len(weights)], sizes) * start.was
-            made = factor * (made - decayed) + decayed
-        elif factor != 1:
-            made = factor * made
-        good = finite(made)
-        made = np.where(good, made, f32(0))
+            decay = np.repeat(decays.was[: len(weights)], [len(each) for each in weights])
+        decayed = decay * start.was
+        good = finite(whole)
+        made = np.where(good, within(factor * (whole - decayed) + decayed), f32(0))
         everything = within(of_residual * residual.was + made)
         old = np.minimum(ages.was.astype(int) + 1, 255) if ages is not None else np.ones(n, int)
         offered = within(share.was[old] * everything + share.was[AGES + old] * made)
