@@ -49,6 +49,9 @@ SHARED_MATH float within_largest(float x) {
   return -kLargest > below ? -kLargest : below;
 }
 
+// A residual after something is added to it. factor: of the old one.
+SHARED_MATH float next_residual(float residual, float added, float factor) { return within_largest(factor * residual + added); }
+
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
 // The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.

@@ -18,7 +18,7 @@ struct Progress {
 
   // The progress of an entry that went from start by `whole`, which is finite: the factor refuses nothing.
   SHARED_MATH float made(float whole, float decayed) const { return within_largest(factor * (whole - decayed) + decayed); }
-  SHARED_MATH float all(float residual, float made) const { return within_largest(of_residual * residual + made); }
+  SHARED_MATH float all(float residual, float made) const { return next_residual(residual, made, of_residual); }
 };
 
 // What is offered of an entry, by the shares for its age, and what stays.

@@ -101,12 +101,6 @@ HOT double squares_of(const float* __restrict x, int64_t n) {
   return add_lanes(sums);
 }
 
-// Copy a run with 0 for entries that are not finite.
-inline const float* without_infinities(const float* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = is_finite(from[i]) ? from[i] : 0.0f;
-  return to;
-}
-
 // The results of all runs, in scratch. A run is a piece's share of a block (the CUDA twins say part, and call a thread's one to
 // four entries a run). Its number is its block's plus its piece's. No two runs have the same number, since at least one of the
 // two rises from run to run.

@@ -34,12 +34,12 @@ struct Add {
   __device__ __forceinline__ double operator()(double a, double b) const { return a + b; }
 };
 
-// Include `count` entries, at most four. low and high follow from `range`, the rest from `of`.
-static __device__ __forceinline__ void include(Shifted<float>& all, const Four& of, const Four& range, int count) {
+// Include `count` entries, at most four.
+static __device__ __forceinline__ void include(Shifted<float>& all, const Four& of, int count) {
   if (all.moments.count == 0) all.pivot = of.x[0];
   const auto entries = static_cast<float>(count);
   const float share = 1.0f / entries;
-  Moments<float> four = {entries, 0.0f, 0.0f, range.x[0], range.x[0], 0.0f};
+  Moments<float> four = {entries, 0.0f, 0.0f, of.x[0], of.x[0], 0.0f};
   for (int i = 0; i < 4; ++i) {
     if (i < count) four.mean += (of.x[i] - all.pivot) * share;
   }
@@ -47,8 +47,8 @@ static __device__ __forceinline__ void include(Shifted<float>& all, const Four& 
     if (i >= count) continue;
     const float apart = (of.x[i] - all.pivot) - four.mean;
     four.squares += apart * apart;
-    four.low = range.x[i] < four.low ? range.x[i] : four.low;
-    four.high = range.x[i] > four.high ? range.x[i] : four.high;
+    four.low = of.x[i] < four.low ? of.x[i] : four.low;
+    four.high = of.x[i] > four.high ? of.x[i] : four.high;
     four.nonzero += of.x[i] != 0.0f ? 1.0f : 0.0f;
   }
   all.moments = merge(all.moments, four);
@@ -56,20 +56,20 @@ static __device__ __forceinline__ void include(Shifted<float>& all, const Four& 
 
 // Include whole fours.
 template <int kFours>
-static __device__ __forceinline__ void include(Shifted<float>& all, const Four (&of)[kFours], const Four (&range)[kFours]) {
+static __device__ __forceinline__ void include(Shifted<float>& all, const Four (&of)[kFours]) {
   constexpr float kEntries = 4 * kFours, kShare = 1 / kEntries;
   if (all.moments.count == 0) all.pivot = of[0].x[0];
-  Moments<float> share = {kEntries, 0.0f, 0.0f, range[0].x[0], range[0].x[0], 0.0f};
+  Moments<float> share = {kEntries, 0.0f, 0.0f, of[0].x[0], of[0].x[0], 0.0f};
   UNROLLED for (int i = 0; i < kFours; ++i) {
     UNROLLED for (int j = 0; j < 4; ++j) share.mean += (of[i].x[j] - all.pivot) * kShare;
   }
   UNROLLED for (int i = 0; i < kFours; ++i) {
     UNROLLED for (int j = 0; j < 4; ++j) {
-      const float apart = (of[i].x[j] - all.pivot) - share.mean, its = range[i].x[j];
+      const float its = of[i].x[j], apart = (its - all.pivot) - share.mean;
       share.squares += apart * apart;
       share.low = its < share.low ? its : share.low;
       share.high = its > share.high ? its : share.high;
-      share.nonzero += of[i].x[j] != 0.0f ? 1.0f : 0.0f;
+      share.nonzero += its != 0.0f ? 1.0f : 0.0f;
     }
   }
   all.moments = merge(all.moments, share);

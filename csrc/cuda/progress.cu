@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads)
         weights, piece, begin, end, aligned,
         [&](int64_t tile) {
           refused |= offer_whole(weights, to, shares, piece, tile, [&](int64_t entry, const auto& offered) {
-            include(mine, offered, offered);
+            include(mine, offered);
             peaks.note(entry, offered);
           });
         },
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
           run.read(to, entry, count);
           run.read_ages(to, entry, count);
           refused |= run.offer(to, shares, weights, piece, entry, count, read_piece(weights, piece, entry, count));
-          include(mine, run.start, run.start, count);
+          include(mine, run.start, count);
         });
     const Shifted<float> all = join_block<kThreads>(mine, Merge{});
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);

@@ -102,7 +102,7 @@ def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Ac
         total += received[rank]["values"]
     flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
     kernels.accumulate(
-        total.split(state.shard_layout.sizes), residual, None, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
+        total.split(state.shard_layout.sizes), residual, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
     )
     flags = [flag, *(payload["flag"] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
     return Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)

@@ -79,10 +79,6 @@ class Arrays:
         """Make the arrays into which accumulate measures each layer."""
         return self.zeros(len(self.sizes) * MOMENTS, torch.float64).view(-1, MOMENTS)
 
-    def sent(self) -> Tensor:
-        """Make the steps in which entries were last sent, for a mask over momentum."""
-        return self.zeros(kind=torch.uint8)
-
     def payload(self) -> dict[str, Any]:
         """Make arrays for k sparse entries."""
         return {
@@ -101,24 +97,18 @@ def cases(arrays: Arrays) -> list[Case]:
 def passes(arrays: Arrays) -> list[Case]:
     """Return the kernels that pass over all entries."""
     n, flag, grads, zeros = arrays.n, arrays.flag, arrays.grads, arrays.zeros
-    flat, value, pushed, velocity, whole, taken, wide, moved, first, second = (zeros() for _ in range(10))
-    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0)
-    mask, moments, squares = kernels.Mask(None, arrays.sent(), 1), arrays.moments(), zeros(len(arrays.sizes), torch.float64)
+    flat, value, whole, taken, wide = (zeros() for _ in range(5))
+    moments, squares = arrays.moments(), zeros(len(arrays.sizes), torch.float64)
     out = [list(zeros().split(arrays.sizes)) for _ in arrays.inputs]
     accumulate = kernels.accumulate
 
-    def with_adam(i: int) -> None:
-        accumulate(grads(i), moved, first, flag, 0.9, adaptive=adam, mask=mask)
-
     def with_moments(i: int) -> None:
-        accumulate(grads(i), wide, None, flag, moments=moments, memory=arrays.memory)
+        accumulate(grads(i), wide, flag, moments=moments, memory=arrays.memory)
 
     return [
         Case("sum_squares", lambda i: kernels.sum_squares(grads(i), squares, arrays.memory), 4 * n),
         Case("flatten", lambda i: kernels.flatten(grads(i), flat), 8 * n),
-        Case("accumulate", lambda i: accumulate(grads(i), value, None, flag), 12 * n),
-        Case("accumulate, momentum", lambda i: accumulate(grads(i), pushed, velocity, flag, 0.9), 20 * n),
-        Case("accumulate, Adam", with_adam, 29 * n),
+        Case("accumulate", lambda i: accumulate(grads(i), value, flag), 12 * n),
         Case("accumulate, moments", with_moments, 12 * n),
         Case("offer_all", lambda i: kernels.offer_all(arrays.input(i), taken, flag), 8 * n),
         Case("settle_all", lambda i: kernels.settle_all(whole, taken), 4 * n),
@@ -134,20 +124,15 @@ def take_reads(n: int, device: torch.device) -> int:
 def sparse(arrays: Arrays) -> list[Case]:
     """Return the kernels around top-k."""
     n, k, flag, memory = arrays.n, arrays.k, arrays.flag, arrays.memory
-    value, target, update, plain, pushed, velocity = (arrays.zeros() for _ in range(6))
+    value, target, update, plain = (arrays.zeros() for _ in range(4))
     taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
     entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
-    peaks, sent = kernels.peaks(n, arrays.device, RATIO, measured=False), arrays.sent()
+    peaks = kernels.peaks(n, arrays.device, RATIO, measured=False)
 
     def feedback(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), plain, None, flag, peaks=peaks)
+        kernels.accumulate(arrays.grads(i), plain, flag, peaks=peaks)
         kernels.take_topk(plain, k, **payload, flag=flag, peaks=peaks, memory=memory)
-
-    def with_momentum(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), pushed, velocity, flag, 0.9, peaks=peaks)
-        mask = kernels.Mask(velocity, sent, i)
-        kernels.take_topk(pushed, k, **payload, mask=mask, flag=flag, peaks=peaks, memory=memory)
 
     def only_take(i: int) -> None:
         kernels.take_topk(value, k, **taken, memory=memory)
@@ -155,7 +140,6 @@ def sparse(arrays: Arrays) -> list[Case]:
     return [
         Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
         Case(FEEDBACK, feedback, (12 + take_reads(n, arrays.device)) * n),
-        Case(f"{FEEDBACK}, momentum", with_momentum, (20 + take_reads(n, arrays.device)) * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
         Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
         Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
@@ -170,21 +154,13 @@ def above(arrays: Arrays) -> list[Case]:
     packed, payload, entries = empty(COMPACT.form(n, arrays.k), arrays.device), arrays.payload(), arrays.payload()
     kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=memory)
     packed["header"].copy_(entries["header"])
-    value, pushed, velocity, target = (arrays.zeros() for _ in range(4))
+    value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
     peaks, chosen = kernels.peaks(n, arrays.device), (ends, thresholds)
-    failed, sent = arrays.failed(), arrays.sent()
 
-    def take(acc: Tensor, mask: kernels.Mask | None) -> None:
+    def feedback(i: int) -> None:
+        kernels.accumulate(arrays.grads(i), value, flag, moments=moments, peaks=peaks, memory=memory)
         kernels.set_thresholds(moments, ends, lam, thresholds)
-        kernels.take_above(acc, *chosen, **payload, mask=mask, flag=flag, peaks=peaks, memory=memory)
-
-    def plain(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), value, None, flag, moments=moments, peaks=peaks, memory=memory)
-        take(value, None)
-
-    def with_momentum(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks, memory=memory)
-        take(pushed, kernels.Mask(velocity, sent, i))
+        kernels.take_above(value, *chosen, **payload, flag=flag, peaks=peaks, memory=memory)
 
     def pack(i: int) -> None:
         COMPACT.write(packed, entries["values"], entries["indices"], target)
@@ -194,8 +170,7 @@ def above(arrays: Arrays) -> list[Case]:
 
     pack(0)
     return [
-        Case(SDAGC, plain, 12 * n),
-        Case(f"{SDAGC}, momentum", with_momentum, 20 * n),
+        Case(SDAGC, feedback, 12 * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
         Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),

@@ -47,8 +47,7 @@ class Cost(NamedTuple):
 # A scattered entry counts 80 bytes: 64 to read and to write the 32 bytes around its place, and 16 for the entry itself.
 SCATTERED, ADD_PACKED = Kernel(80 * c.RATIO), Kernel(80 * c.RATIO, 0.16)
 FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
-ADD, ADD_MOMENTUM, ADD_ADAM = Kernel(12), Kernel(20), Kernel(29)
-MEASURE, MEASURE_MOMENTUM = Kernel(12, 3.0), Kernel(20, 5.1)
+ADD, MEASURE = Kernel(12), Kernel(12, 3.0)
 # take_topk reads all entries, then peaks and a tenth of the lines; behind accumulate, in a large bucket, the latter twice.
 # take_above reads all, or the latter behind accumulate, and then the bits of all.
 DIGITS, CANDIDATES, PEAKS = Kernel(4.06, 1.9), Kernel(0.5, 0.55), Kernel(0.06, 0.03)
@@ -70,20 +69,16 @@ COSTS = {
     "sum_squares": Cost((SQUARES,), 2),
     "flatten": Cost((FLATTEN,)),
     "accumulate": Cost((ADD,)),
-    "accumulate, momentum": Cost((ADD_MOMENTUM,)),
-    "accumulate, Adam": Cost((ADD_ADAM,)),
     "accumulate, moments": Cost((MEASURE,), 2),
     "offer_all": Cost((Kernel(8),)),
     "settle_all": Cost((Kernel(4),)),
     "spread": Cost((SPREAD,)),
     c.TAKE_TOPK: Cost(TAKE, 6),
     c.FEEDBACK: Cost((ADD, *TAKE), 7),
-    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE), 7),
     "add_sparse": Cost((SCATTERED,)),
     "settle_sparse, nothing to do": Cost(()),
     "settle_sparse": Cost((SCATTERED,)),
     c.SDAGC: Cost((MEASURE, *TAKE_MEASURED), 10),
-    f"{c.SDAGC}, momentum": Cost((MEASURE_MOMENTUM, *TAKE_MEASURED), 10),
     "take_above": Cost(TAKE_ABOVE, 7),
     "pack_sparse": Cost((Kernel(28 * c.RATIO, 0.17),), 2),
     "unpack_sparse": Cost((Kernel(10 * c.RATIO, 0.22),)),
@@ -114,10 +109,7 @@ COSTS = {
 }
 
 # The same of one large bucket.
-BY_PEAKS = {
-    c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 9),
-    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE_BY_PEAKS), 9),
-}
+BY_PEAKS = {c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 9)}
 
 
 def milliseconds(n: int, name: str) -> dict[str, float]:

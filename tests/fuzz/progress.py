@@ -84,7 +84,7 @@ def offer_progress(draw: Draw) -> Made:
         if peaks is not None:
             expect(same(peaks.now.view(np.uint32), peaks_of(start.now)), "peaks are wrong")
         if moments is not None:
-            check_moments(moments.now, weights, start.now, start.now)
+            check_moments(moments.now, weights, start.now)
 
     return {**arrays, "factor": float(factor), "of_residual": float(of_residual)}, check
 

@@ -8,44 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.native.kernels import Adaptive
-
-# The largest magnitude in a residual or a velocity: 0.4 % below the largest float.
+# The largest magnitude in a residual: 0.4 % below the largest float.
 LARGEST = 255 * 2.0**120
 
 
 def flatten(grads: list[Tensor]) -> Tensor:
     """Join the gradients into one array of float32."""
     return torch.cat([grad.reshape(-1).float() for grad in grads])
-
-
-def accumulate(
-    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the new residual and the new velocity, of gradients that are finite and sums that are not too large."""
-    g = flatten(grads)
-    if velocity is None:
-        return residual + g, None
-    u = momentum * velocity + g
-    return residual + (g + momentum * u if nesterov else u), u
-
-
-def accumulate_adaptive(
-    grads: list[Tensor], residual: Tensor, velocity: Tensor, momentum: float, adaptive: Adaptive, waited: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the new residual, velocity and second moment, each operation in float32. waited: which entries have."""
-    g = flatten(grads)
-    good = g.isfinite()
-    assert isinstance(adaptive.second, Tensor)
-    second, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting = adaptive
-    g = torch.where((g * g).isfinite(), g, 0)
-    u = (momentum * velocity + fresh * g).clamp(-LARGEST, LARGEST)
-    s = (decay * second + fresh_square * (g * g)).clamp(-LARGEST, LARGEST)
-    root = torch.from_numpy(np.sqrt(s.cpu().numpy())).to(s.device)  # torch's own is not always the nearest float
-    numerator = torch.where(waited, waiting * g, of_gradient * g + of_velocity * u)
-    ahead = numerator / (root_scale * root + epsilon)
-    new = (residual + ahead).clamp(-LARGEST, LARGEST)
-    return torch.where(good, new, residual), torch.where(good, u, velocity), torch.where(good, s, second)
 
 
 def offer_progress(

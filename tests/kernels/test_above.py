@@ -16,11 +16,11 @@ from gradcomp.native import extension, kernels
 SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 8192], [50_003], [64] * 300]
 
 
-def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def moments_of(grads: list[Tensor], scales: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     n = sum(grad.numel() for grad in grads)
     residual = torch.zeros(n, device=grads[0].device) if residual is None else residual
     found = torch.full((len(grads), extension.MOMENTS), -7.0, dtype=torch.float64, device=residual.device)
-    kernels.accumulate(grads, residual, None, flag_on(residual.device), scales=scales, moments=found, raw=raw)
+    kernels.accumulate(grads, residual, flag_on(residual.device), scales=scales, moments=found)
     return found
 
 
@@ -34,15 +34,14 @@ def check_moments(found: Tensor, parts: list[Tensor]) -> None:
         assert abs(own[1] - squares) <= 1e-5 * squares + 1e-12 * part.numel() * (high - low) ** 2 + 1e-30
 
 
-@pytest.mark.parametrize("has_velocity", [False, True])
 @pytest.mark.parametrize("measured", [False, True])
-def test_peaks_of_whole_tiles_and_of_others(device: torch.device, measured: bool, has_velocity: bool) -> None:
+def test_peaks_of_whole_tiles_and_of_others(device: torch.device, measured: bool) -> None:
     sizes = [22_000, 70, 8192]
     grads, n = [torch.randn(size, device=device) for size in sizes], sum(sizes)
-    residual, velocity = torch.randn(n, device=device), torch.randn(n, device=device) if has_velocity else None
+    residual = torch.randn(n, device=device)
     moments = torch.zeros(3, extension.MOMENTS, dtype=torch.float64, device=device) if measured else None
     peaks = kernels.peaks(n, device)
-    kernels.accumulate(grads, residual, velocity, flag_on(device), 0.9 if has_velocity else 0, moments=moments, peaks=peaks)
+    kernels.accumulate(grads, residual, flag_on(device), moments=moments, peaks=peaks)
     assert torch.equal(peaks, peaks_of(residual))
 
 
@@ -67,7 +66,7 @@ def test_moments_far_from_zero(device: torch.device) -> None:
     assert abs(found[0] - wanted[0]) < 1e-5
 
 
-def test_moments_of_the_residual_or_of_the_raw_gradient(device: torch.device) -> None:
+def test_moments_are_those_of_the_residual(device: torch.device) -> None:
     grads = [torch.randn(3000, device=device), torch.randn(500, device=device).half()]
     before = torch.randn(3500, device=device)
     scales = torch.tensor([2.0, 0.25], device=device)
@@ -76,16 +75,12 @@ def test_moments_of_the_residual_or_of_the_raw_gradient(device: torch.device) ->
     found = moments_of(grads, scales=scales, residual=residual)
     assert reference.same(residual, before + torch.cat(scaled))
     check_moments(found, list(residual.split([3000, 500])))
-    raw = moments_of(grads, raw=True, scales=scales, residual=before.clone())
-    assert torch.equal(raw[:, 2:4], found[:, 2:4])  # smallest and largest always describe the residual
-    raw[:, 2:4] = torch.tensor([[float(x.min()), float(x.max())] for x in scaled], device=device)
-    check_moments(raw, scaled)
 
 
 def test_entries_that_are_not_finite_do_not_reach_the_moments(device: torch.device) -> None:
     grads = [torch.randn(5000, device=device)]
     grads[0][77] = float("inf")
-    assert moments_of(grads).isfinite().all() and moments_of(grads, raw=True).isfinite().all()
+    assert moments_of(grads).isfinite().all()
 
 
 @pytest.mark.parametrize("sizes", SIZES)

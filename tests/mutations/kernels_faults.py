@@ -148,15 +148,15 @@ KERNEL_FAULTS = (
     Fault(
         "an entry that is not finite stays in the residual",
         "csrc/cpu",
-        "const bool good = is_finite(g[i]);\n    refused |= good ? 0u : 1u;\n    residual[i] = rule",
-        "const bool good = !std::isnan(g[i]);\n    refused |= good ? 0u : 1u;\n    residual[i] = rule",
+        "const bool good = is_finite(g[i]);",
+        "const bool good = !std::isnan(g[i]);",
         ("test_definitions.py",),
     ),
     Fault(
-        "a velocity overflows",
+        "a residual overflows",
         "csrc",
-        "{ return within_largest(momentum * velocity + fresh * g); }",
-        "{ return momentum * velocity + fresh * g; }",
+        "return within_largest(factor * residual + added);",
+        "return factor * residual + added;",
         ("test_definitions.py",),
     ),
     Fault(
@@ -167,13 +167,6 @@ KERNEL_FAULTS = (
         ("test_above.py", "test_laws.py"),
     ),
     Fault(
-        "momentum adds the old velocity on a GPU",
-        "csrc/cuda",
-        "to.rule.ahead(g, u)",
-        "to.rule.ahead(g, velocity.x[i])",
-        ("test_feedback.py",),
-    ),
-    Fault(
         "a sketch's sign is always plus",
         "csrc",
         "return bits << column_lane & 0x80000000u;",
@@ -181,17 +174,17 @@ KERNEL_FAULTS = (
         ("test_sketch.py",),
     ),
     Fault(
-        "gradients keep the loss scale on a CPU",
+        "gradients are not scaled on a CPU",
         "csrc/cpu",
-        "const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;",
-        "const float unscale = 1.0f;",
+        "multiply(g, buffer, count, scales.data[piece]);",
+        "multiply(g, buffer, count, 1.0f);",
         ("test_definitions.py",),
     ),
     Fault(
-        "gradients keep the loss scale on a GPU",
+        "gradients are not scaled on a GPU",
         "csrc/cuda",
-        "(to.loss_scale != nullptr ? 1.0f / to.loss_scale[0] : 1.0f);",
-        "1.0f;",
+        "return to.scales != nullptr ? to.scales[piece] : 1.0f;",
+        "return 1.0f;",
         ("test_definitions.py",),
     ),
     Fault(

@@ -348,13 +348,6 @@ PACKAGE_FAULTS = (
         ("test_frozen.py",),
     ),
     Fault(
-        "an entry that nothing came for counts as one that waited",
-        "csrc",
-        "old_residual == 0.0f ? static_cast<uint8_t>(step - 1) : sent_in",
-        "sent_in",
-        ("test_laws_of_updates.py", "test_feedback.py"),
-    ),
-    Fault(
         "by_host takes an entry that the host has sent for one that waits",
         "gradcomp/core",
         "acc.mask.note_all(empty | ((update != 0) & update.isfinite()))",

@@ -130,7 +130,7 @@ def test_what_the_page_says_of_the_search_for_levels() -> None:
     before = [round(launch["us"]) for launch in counters["launches"] if launch["kernel"].startswith("find")][:3]
     now = [round(kernel.computing * counters["settings"]["size"] * 1e-6) for kernel in (k.FIND_3, k.FIND_5, k.FIND_9)]
     fewer = {k.COSTS[case].seconds(64_000_000, k.H200) - cost.seconds(64_000_000, k.H200) for case, cost in k.BY_PEAKS.items()}
-    assert {f"{1000 * each:.2f} ms" for each in fewer} == {"0.07 ms"} and "0.07 ms of two steps below" in " ".join(PAGE.split())
+    assert {f"{1000 * each:.2f} ms" for each in fewer} == {"0.07 ms"} and "0.07 ms of a step below" in " ".join(PAGE.split())
     said = "{}, {} and {} us for 16.8 million entries with three, five and nine levels, where the H100 took {}, {} and {}:"
     assert said.format(*now, *before) in " ".join(PAGE.split())
 
@@ -168,7 +168,7 @@ def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
             assert predicted[line["name"]] == pytest.approx(measured, rel=near), line["name"]
 
 
-@pytest.mark.parametrize("name", ["sum_squares", "flatten", "accumulate", "accumulate, momentum", "accumulate, Adam", "spread"])
+@pytest.mark.parametrize("name", ["sum_squares", "flatten", "accumulate", "spread"])
 def test_predictions_of_passes_are_near_an_h100s(name: str) -> None:
     """The other kernels have been rewritten since."""
     predicted = kernel_prediction.milliseconds(RECORD["settings"]["size"], RECORD["machine"]["gpu"])

@@ -43,7 +43,6 @@ class Accumulation:
         kernels.accumulate(
             self.grads,
             self.residual,
-            None,
             self.flag,
             scales=self.scales,
             moments=self.moments,

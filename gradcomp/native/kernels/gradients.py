@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from gradcomp.native import extension
 from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue, scratch_words
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
-from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
 
 
@@ -46,30 +44,6 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
         extension.native.sum_squares(part, part_of(squares, layers), scratch, **queue(squares))
 
 
-class Adaptive(NamedTuple):
-    """Adam's coefficients for accumulate().
-
-    velocity <- momentum * velocity + fresh * g;  second <- decay * second + fresh_square * g * g
-    residual <- residual + (of_gradient * g + of_velocity * velocity) / (root_scale * sqrt(second) + epsilon)
-
-    The numerator is waiting * g for an entry with a residual (see Mask).
-
-    second: the second moment; None leaves out the division.
-    """
-
-    second: Array | None
-    fresh: float = 1.0
-    of_gradient: float = 0.0
-    of_velocity: float = 1.0
-    decay: float = 0.0
-    fresh_square: float = 0.0
-    root_scale: float = 1.0
-    epsilon: float = 0.0
-    waiting: float = 0.0
-
-
-_PLAIN = Adaptive(None)
-
 # On a GPU, a take of the largest is faster by peaks from so many entries on, if it sends at most this part of them: most lines
 # then have none of these. Estimated, not measured.
 LEAST_BY_PEAKS, MOST_BY_PEAKS = 1 << 23, 1 / 256
@@ -78,64 +52,37 @@ LEAST_BY_PEAKS, MOST_BY_PEAKS = 1 << 23, 1 / 256
 def accumulate(
     grads: Sequence[Array],
     residual: Array,
-    velocity: Array | None,
     flag: Array,
-    momentum: float = 0.0,
-    nesterov: bool = False,
     *,
     scales: Array | None = None,
-    loss_scale: Array | None = None,
     moments: Array | None = None,
-    raw: bool = False,
     peaks: Array | None = None,
-    adaptive: Adaptive | None = None,
-    others: Mapping[int, Adaptive] | None = None,
-    mask: Mask | None = None,
-    residual_is_local: bool = True,
     residual_factor: float = 1.0,
     memory: Memory | None = None,
 ) -> None:
-    """Add gradients to a residual.
+    """Add gradients to a residual: residual <- residual_factor * residual + scales * grads.
 
-    velocity <- momentum * velocity + scales * grads;  residual <- residual_factor * residual + velocity
-
-    adaptive: Adam's coefficients and second moment; nesterov must then be False.
-    others: coefficients in their place, from a layer of this number on. Each costs a launch.
-    mask: the step in which each entry was last sent; entries without residual are noted as sent in the step before.
-    residual_is_local: False where another rank may hold an entry's residual, so that none is noted.
-    loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
-    moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
+    flag: becomes 1 if an entry was not finite, otherwise 0.
+    moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual.
     peaks: the result of peaks(); becomes each line's largest magnitude, by which a take skips lines.
     """
     memory = memory or Memory()
-    rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or _PLAIN
-    chunks = chunks_of(grads, others or ())
+    chunks = chunks_of(grads)
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
         peaks = None
     flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
         flat = part_of(residual, place)
-        if others and layers is not None:
-            rule = others.get(layers.start, rule)
         extension.native.accumulate(
             part,
             part_of(scales, layers),
-            loss_scale,
             flat,
-            part_of(velocity, place),
-            part_of(rule.second, place),
-            None if mask is None else part_of(mask.last_sent, place),
             flag if len(chunks) == 1 else flags[i : i + 1],
             part_of(moments, layers),
             peaks,
             None if moments is None else lend_scratch(count(flat), part, residual, memory),
             residual_factor,
-            momentum,
-            *rule[1:],
-            0 if mask is None else mask.step,
-            residual_is_local,
-            raw,
             **queue(residual),
         )
     if len(chunks) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES, Array, count, on_cuda, scratch_words
@@ -12,15 +12,14 @@ from gradcomp.native.memory import Memory
 Chunk = tuple[Sequence[Array], slice | None, slice | None]
 
 
-def chunks_of(pieces: Sequence[Array], starts: Collection[int] = ()) -> list[Chunk]:
-    """List the launches. starts: layers that begin one, beside the first."""
-    if len(pieces) <= MOST_PIECES and not starts:
+def chunks_of(pieces: Sequence[Array]) -> list[Chunk]:
+    """List the launches."""
+    if len(pieces) <= MOST_PIECES:
         return [(pieces, None, None)]
     chunks: list[Chunk] = []
     at = 0
-    firsts = sorted({*range(0, len(pieces), MOST_PIECES), *starts})
-    for first, end in zip(firsts, [*firsts[1:], len(pieces)], strict=True):
-        part = pieces[first:end]
+    for first in range(0, len(pieces), MOST_PIECES):
+        part = pieces[first : first + MOST_PIECES]
         stop = at + sum(map(count, part))
         chunks.append((part, slice(first, first + len(part)), slice(at, stop)))
         at = stop
