@@ -106,9 +106,6 @@ SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return coun
 SHARED_MATH int32_t verdict_of(int64_t step, bool failed) { return static_cast<int32_t>(2 * step + (failed ? 1 : 0)); }
 SHARED_MATH bool is_of_step(int32_t verdict, int64_t step) { return verdict >> 1 == step; }
 
-// What a cast left out of an entry x of an update. delivered: the entry as it stands in the gradient. back: turns it back.
-SHARED_MATH float left_out(float x, float delivered, float back) { return is_finite(delivered) ? x - delivered * back : x; }
-
 // Add to an entry of a residual, unless x is not finite.
 SHARED_MATH float add_if_finite(float to, float x) { return is_finite(x) ? within_largest(to + x) : to; }
 

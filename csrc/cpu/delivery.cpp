@@ -79,12 +79,6 @@ HOT bool scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_
   return bad == 0;
 }
 
-// Add to the residual what a cast of x left out.
-HOT void keep_left_out(const float* __restrict x, const float* __restrict delivered, float* __restrict residual, int64_t n,
-                       float back) {
-  for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], left_out(x[i], delivered[i], back));
-}
-
 HOT void add_delivered(const float* __restrict delivered, float* __restrict residual, int64_t n, float back) {
   for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], delivered[i] * back);
 }
@@ -107,18 +101,11 @@ bool cast(const float* from, const Pieces& grads, int piece, int64_t offset, int
 }  // namespace
 
 void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
-            int64_t step, Queue queue) {
+            OptionalSpan<int32_t> verdict, float scale, int64_t step, Queue queue) {
   const bool past_cache = flat.size >= kPastCache, failed = !is_finite(first.data[0]);
-  const float factor = loss_scale.given() ? scale * loss_scale.data[0] : scale;
   std::atomic<bool> all_finite = true;
   const auto write = [&](int piece, int64_t offset, int64_t at, int64_t count) {
-    const float* from = flat.data + at;
-    const bool finite = cast(from, grads, piece, offset, count, factor, past_cache);
-    if (!finite) all_finite = false;
-    if (!residual.given() || failed || (finite && grads.dtype[piece] == Dtype::f32)) return;
-    float buffer[kBlock];
-    keep_left_out(from, read(grads, piece, offset, count, buffer), residual.data + at, count, 1.0f / factor);
+    if (!cast(flat.data + at, grads, piece, offset, count, scale, past_cache)) all_finite = false;
   };
   const auto clear = [&](int piece, int64_t offset, int64_t count) {
     if (grads.dtype[piece] != Dtype::f32) {
@@ -150,12 +137,12 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
   if (verdict.given() && (failed || !all_finite)) verdict.data[0] = std::max(verdict.data[0], verdict_of(step, failed));
 }
 
-void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
-              int64_t bucket, float scale, int64_t step, Queue queue) {
+void add_back(const Pieces& grads, Span<float> residual, Span<const int32_t> verdicts, int64_t bucket, float scale,
+              int64_t step, Queue queue) {
   const auto of_step = [&](int32_t verdict) { return is_of_step(verdict, step); };
   if (std::none_of(verdicts.data, verdicts.data + verdicts.size, of_step)) return;
   if (verdicts.data[bucket] == verdict_of(step, true)) return;
-  const float back = 1.0f / (loss_scale.given() ? scale * loss_scale.data[0] : scale);
+  const float back = 1.0f / scale;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock];
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {

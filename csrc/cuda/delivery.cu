@@ -14,36 +14,20 @@ namespace {
 
 constexpr unsigned kThreads = kTileThreads;
 
-struct Delivery {
-  const float* first;
-  const float* loss_scale;
-  float* residual;
-  int32_t* verdict;
-  float scale;
-  int64_t step;
-};
-
 __global__ void __launch_bounds__(kThreads)
-    spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, Delivery how) {
-  const float factor = how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale;
-  const float back = 1.0f / factor;
-  const bool failed = !is_finite(how.first[0]);
+    spread_tiles(const float* flat, const float* first, const uint8_t* marks, const __grid_constant__ Pieces grads,
+                 int32_t* verdict, float scale, int64_t step) {
+  const bool failed = !is_finite(first[0]);
   bool all_finite = true;
   // kWhole: all four are there and aligned. A run lies in one line, since both begin at multiples of four.
   const auto is_empty = [&](int64_t entry) { return marks != nullptr && marks[entry / kLine] == 0; };
   const auto deliver = [&](auto whole, int piece, int64_t entry, int count, const Four& from, bool empty) {
     constexpr bool kWhole = decltype(whole)::value;
     Four to;
-    for (int i = 0; i < 4; ++i) to.x[i] = empty ? 0.0f : factor * from.x[i];  // 0 where factor is infinite too, as on a CPU
+    for (int i = 0; i < 4; ++i) to.x[i] = empty ? 0.0f : scale * from.x[i];  // 0 where scale is infinite too, as on a CPU
     if (failed && entry == grads.begin[piece]) to.x[0] = not_a_number();
     const Four delivered = write_piece<kWhole>(grads, piece, entry, count, to);
-    bool finite = true;
-    for (const float x : delivered.x) finite &= is_finite(x);
-    all_finite &= finite;
-    if (how.residual == nullptr || failed || empty || (finite && grads.dtype[piece] == Dtype::f32)) return;
-    Four residual = load_four(how.residual + entry, count);
-    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], left_out(from.x[i], delivered.x[i], back));
-    store_four(how.residual + entry, count, residual);
+    for (const float x : delivered.x) all_finite &= is_finite(x);
   };
   const int piece = is_aligned(flat) ? only_piece(grads) : -1;
   if (piece >= 0) {
@@ -61,20 +45,21 @@ __global__ void __launch_bounds__(kThreads)
       deliver(std::false_type{}, its, entry, count, empty ? Four{} : load_four(flat + entry, count), empty);
     });
   }
-  if (how.verdict != nullptr && (failed || !all_finite)) atomicMax(how.verdict, verdict_of(how.step, failed));
+  if (verdict != nullptr && (failed || !all_finite)) atomicMax(verdict, verdict_of(step, failed));
 }
 
-__global__ void __launch_bounds__(kThreads) add_back_tiles(const __grid_constant__ Pieces grads, const int32_t* verdicts,
-                                                           int64_t buckets, int64_t bucket, Delivery how) {
+__global__ void __launch_bounds__(kThreads)
+    add_back_tiles(const __grid_constant__ Pieces grads, float* of, const int32_t* verdicts, int64_t buckets, int64_t bucket,
+                   float scale, int64_t step) {
   bool of_step = false;
-  for (int64_t i = threadIdx.x; i < buckets; i += kThreads) of_step |= is_of_step(verdicts[i], how.step);
-  if (!__syncthreads_or(of_step) || verdicts[bucket] == verdict_of(how.step, true)) return;
-  const float back = 1.0f / (how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale);
+  for (int64_t i = threadIdx.x; i < buckets; i += kThreads) of_step |= is_of_step(verdicts[i], step);
+  if (!__syncthreads_or(of_step) || verdicts[bucket] == verdict_of(step, true)) return;
+  const float back = 1.0f / scale;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
     const Four delivered = read_piece(grads, piece, entry, count);
-    Four residual = load_four(how.residual + entry, count);
+    Four residual = load_four(of + entry, count);
     for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], delivered.x[i] * back);
-    store_four(how.residual + entry, count, residual);
+    store_four(of + entry, count, residual);
   });
 }
 
@@ -86,19 +71,17 @@ __global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, c
 }  // namespace
 
 void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
-            int64_t step, Queue queue) {
+            OptionalSpan<int32_t> verdict, float scale, int64_t step, Queue queue) {
   if (flat.size == 0) return;
-  const Delivery how = {first.data, loss_scale.data, residual.data, verdict.data, scale, step};
-  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, how);
+  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, first.data, marks.data, grads, verdict.data,
+         scale, step);
 }
 
-void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
-              int64_t bucket, float scale, int64_t step, Queue queue) {
+void add_back(const Pieces& grads, Span<float> residual, Span<const int32_t> verdicts, int64_t bucket, float scale,
+              int64_t step, Queue queue) {
   if (residual.size == 0) return;
-  const Delivery how = {nullptr, loss_scale.data, residual.data, nullptr, scale, step};
-  LAUNCH(add_back_tiles, blocks_for(residual.size, kTile), kThreads, 0, queue, grads, verdicts.data, verdicts.size, bucket,
-         how);
+  LAUNCH(add_back_tiles, blocks_for(residual.size, kTile), kThreads, 0, queue, grads, residual.data, verdicts.data,
+         verdicts.size, bucket, scale, step);
 }
 
 void wipe(Span<float> flat, Span<uint8_t> marks, Queue queue) {

@@ -187,10 +187,10 @@ def spread_and_wipe(draw: Draw) -> Made:
         copies = copy(values)
         grads = [each.was.copy() for each in values["grads"]]
         typed = [torch.from_numpy(own).view(torch.bfloat16) if is_bfloat16(each) else own for own, each in pairs(grads, values)]
-        rest = [copies[name] for name in ("loss_scale", "residual", "verdict", "scale", "step")]
+        rest = [copies[name] for name in ("verdict", "scale", "step")]
         extension.native.spread(copies["flat"], copies["flat"], copies["marks"], typed, *rest)
         extension.native.wipe(copies["flat"], copies["marks"])
-        check_written(values, copies, "flat", "marks", "residual", "verdict")
+        check_written(values, copies, "flat", "marks", "verdict")
         for own, each in pairs(grads, values):
             expect(own.tobytes() == each.now.tobytes() or same(own, each.now), "a gradient is not the update")
 

@@ -107,30 +107,27 @@ def spread(
     scale: float = 1.0,
     marks: Array | None = None,
     *,
-    loss_scale: Array | None = None,
-    residual: Array | None = None,
     verdict: Array | None = None,
     step: int = 1,
     wipes: bool = False,
 ) -> bool:
-    """Write scale * loss_scale * flat into the gradients, each in its own memory and type. Return whether flat is zeros now.
+    """Write scale * flat into the gradients, each in its own memory and type. Return whether flat is zeros now.
 
-    marks: of an update, to skip its zeros. residual: the error of the casts is added to it.
+    marks: of an update, to skip its zeros.
     verdict: int32[1]; tells add_back() whether the bucket failed in this step.
     wipes: set flat and its marks to zeros in the same call, if one call is enough.
     """
     if marks is None and len(grads) <= MOST_PIECES:
-        extension.native.spread(flat, flat, None, grads, loss_scale, residual, verdict, scale, step, **queue(flat))
+        extension.native.spread(flat, flat, None, grads, verdict, scale, step, **queue(flat))
         return False
     chunks = chunks_of(grads)
     if wipes and marks is not None and len(chunks) == 1:
-        extension.native.spread_and_wipe(flat, marks, grads, loss_scale, residual, verdict, scale, step, **queue(flat))
+        extension.native.spread_and_wipe(flat, marks, grads, verdict, scale, step, **queue(flat))
         return True
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
     for part, _, place in chunks:
-        rest = (marks, part, loss_scale, part_of(residual, place), verdict, scale, step)
         first = flat if place is None else flat[:1]
-        extension.native.spread(part_of(flat, place), first, *rest, **queue(flat))
+        extension.native.spread(part_of(flat, place), first, marks, part, verdict, scale, step, **queue(flat))
     return False
 
 
@@ -153,13 +150,11 @@ def add_back(
     bucket: int,
     scale: float = 1.0,
     *,
-    loss_scale: Array | None = None,
     step: int = 1,
 ) -> None:
     """Add the delivered update to the residual if a verdict is of this step, unless this bucket itself failed."""
     for part, _, place in chunks_of(grads):
-        own = part_of(residual, place)
-        extension.native.add_back(part, own, loss_scale, verdicts, bucket, scale, step, **queue(residual))
+        extension.native.add_back(part, part_of(residual, place), verdicts, bucket, scale, step, **queue(residual))
 
 
 def write_header(header: Array, flag: Array | None = None) -> None:
