@@ -39,7 +39,7 @@ SHARED_MATH float float_of(uint32_t bits) {
 
 SHARED_MATH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
-// The largest magnitude in a residual or a velocity. It is a little below the largest float, so that rounding a sum of all
+// The largest magnitude in a residual. It is a little below the largest float, so that rounding a sum of all
 // ranks' shares cannot overflow.
 constexpr float kLargest = 0x1.fep127f;
 

@@ -333,7 +333,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_700, 119), "scripts": (11_650, 97), "tests": (37_300, 277)}
+TOTALS = {"gradcomp": (16_510, 119), "scripts": (11_610, 97), "tests": (36_900, 276)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

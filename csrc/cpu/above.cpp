@@ -31,17 +31,15 @@ class AboveThreshold {
 
 int64_t take_above_scratch(int64_t n, int64_t capacity) { return select_words(n, capacity); }
 
-void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
-                OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends,
-                Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
-                Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
+                OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, Span<const float> thresholds, Span<float> values,
+                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const AboveThreshold above(ends, thresholds);
   const Found found =
       select(residual.size, values.size, true, scratch, queue.threads, [&](Shortlist& shortlist, int64_t begin, int64_t end) {
         look_through({residual.data, residual.size}, peaks, begin, end, above, shortlist);
       });
-  move_out(residual, {velocity.data, sent_in.data, static_cast<uint8_t>(step)}, scratch.data, found.listed, values.data,
-           indices.data);
+  move_out(residual, ages, scratch.data, found.listed, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(found.wanted);
   header.data[1] = flag.given() ? flag.data[0] : 0;
 }

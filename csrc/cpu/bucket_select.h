@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "../math_feedback.h"
+#include "../math.h"
 #include "../span.h"
 #include "lane_hot.h"
 #include "thread_parts.h"
@@ -235,14 +235,14 @@ void select_largest(int64_t n, int64_t k, Span<uint32_t> scratch, int threads, S
 }
 
 // Move the listed entries out of the residual into a payload.
-inline void move_out(Span<float> residual, const Mask& mask, const uint32_t* list, int64_t count, float* values,
+inline void move_out(Span<float> residual, OptionalSpan<uint8_t> ages, const uint32_t* list, int64_t count, float* values,
                      int32_t* indices) {
   for (int64_t j = 0; j < count; ++j) {
     const uint32_t i = list[j];
     values[j] = residual.data[i];
     indices[j] = static_cast<int32_t>(i);
     residual.data[i] = 0.0f;
-    mask.note(i);
+    if (ages.given()) ages.data[i] = 0;
   }
 }
 

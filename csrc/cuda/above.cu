@@ -115,18 +115,15 @@ __global__ void __launch_bounds__(kThreads) take_or_list(ResidualReader reader, 
 
 int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, true, nullptr).words; }
 
-void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
-                OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends,
-                Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
-                Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
+                OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, Span<const float> thresholds, Span<float> values,
+                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const Plan plan(residual.size, values.size, true, scratch.data);
   const auto n = static_cast<uint32_t>(residual.size);
   const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
   const unsigned tiles = blocks_for(n, kTile);
   const ResidualReader reader = {residual.data};
-  const MovingHand hand = {residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)},
-                           values.data,   indices.data,
-                           flag.data,     header.data};
+  const MovingHand hand = {residual.data, ages.data, values.data, indices.data, flag.data, header.data};
   const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
   const auto count_second = count_digits<ResidualReader, Passing>;
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "../math_feedback.h"
 #include "thread_four.cuh"
 
 namespace gradcomp::cuda {
@@ -22,7 +21,7 @@ struct ResidualReader {
 
 struct MovingHand {
   float* residual;
-  Mask mask;
+  uint8_t* ages;
   float* values;
   int32_t* indices;
   const int32_t* flag;
@@ -37,7 +36,7 @@ struct MovingHand {
     values[place] = x;
     indices[place] = static_cast<int32_t>(index);
     residual[index] = 0.0f;
-    mask.note(index);
+    if (ages != nullptr) ages[index] = 0;
   }
 };
 

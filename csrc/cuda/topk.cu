@@ -143,12 +143,10 @@ __global__ void __launch_bounds__(kThreads, ResidualReader::kBlocks)
 
 int64_t take_topk_scratch(int64_t n, int64_t k) { return Plan(n, k, false, nullptr).words; }
 
-void take_topk(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<uint8_t> sent_in, int64_t step,
-               OptionalSpan<const int32_t> flag, OptionalSpan<const uint32_t> peaks, int64_t k, Span<float> values,
-               Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
-  const MovingHand hand = {residual.data, {velocity.data, sent_in.data, static_cast<uint8_t>(step)},
-                           values.data,   indices.data,
-                           flag.data,     header.data};
+void take_topk(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
+               OptionalSpan<const uint32_t> peaks, int64_t k, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
+               Span<uint32_t> scratch, Queue queue) {
+  const MovingHand hand = {residual.data, ages.data, values.data, indices.data, flag.data, header.data};
   const ResidualReader reader = {residual.data};
   const Plan plan(residual.size, k, false, scratch.data);
   const auto n = static_cast<uint32_t>(residual.size), wanted = static_cast<uint32_t>(k);

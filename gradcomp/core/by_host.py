@@ -75,7 +75,7 @@ class ByHost(Wrapper):
         position = position_of(world)
         state.move_to(self.inner, position)
         state.exchanges += 1
-        empty = None if acc.mask is None else acc.residual == 0  # the residual of other entries may lie on a neighbour
+        empty = None if acc.ages is None else acc.residual == 0  # the residual of other entries may lie on a neighbour
         host_acc = yield from _sum_in_host(acc, state, position)
         shard_update = yield from _exchange_among_peers(
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
@@ -83,8 +83,8 @@ class ByHost(Wrapper):
         shard = state.slice(acc.residual, position.shard)
         torch.mul(host_acc.residual[: len(shard)], 1 / position.host_world.share, out=shard).clamp_(-LARGEST, LARGEST)
         update = yield from _gather_shards(shard_update, state, position, acc.memory)
-        if acc.mask is not None and empty is not None:
-            acc.mask.note_all(empty | ((update != 0) & update.isfinite()))
+        if acc.ages is not None and empty is not None:
+            acc.ages.masked_fill_(empty | ((update != 0) & update.isfinite()), 0)
         return Update(update)
 
 

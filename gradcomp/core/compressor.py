@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradcomp import knobs
 from gradcomp.core.requests import Requests, World
-from gradcomp.native.kernels import Mask
 from gradcomp.native.memory import Memory, Update
 
 # The package of the compressors that a spec can name.
@@ -84,7 +83,7 @@ class Acc:
     Attributes:
         residual: The gradient plus the unsent entries of earlier steps, flat, in float32; after a step, the error.
         memory: Lends updates, and scratch to kernels.
-        mask: Notes which entries are sent, for their ages; None if no momentum needs them.
+        ages: uint8, of each entry; 0 is written where it is sent. None if no momentum needs them.
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
@@ -94,7 +93,7 @@ class Acc:
 
     residual: Tensor
     memory: Memory
-    mask: Mask | None = None
+    ages: Tensor | None = None
     flag: Tensor | None = None
     moments: Tensor | None = None
     rates: tuple[float, ...] | None = None

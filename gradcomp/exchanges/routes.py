@@ -15,7 +15,7 @@ from gradcomp.exchanges import split, tree
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken
 from gradcomp.native import kernels
-from gradcomp.native.kernels import Bar, Mask
+from gradcomp.native.kernels import Bar
 from gradcomp.native.memory import Update
 
 ROUTES = ("allgather", "tree", "split")
@@ -43,17 +43,17 @@ def codec_of(wire: str, route: str) -> Codec:
 
 def take(acc: Acc, k: int, wire: str, route: str) -> Taken:
     """Move the k largest entries out of acc, for exchange()."""
-    return codec_of(wire, route).take(acc, k, _mask_of(acc, route), packs=route == "allgather")
+    return codec_of(wire, route).take(acc, k, _ages_of(acc, route), packs=route == "allgather")
 
 
 def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str) -> Taken:
     """Move the entries above the bar out of acc, at most `capacity`, for exchange()."""
-    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs=route == "allgather")
+    return codec_of(wire, route).take_above(acc, capacity, bar, _ages_of(acc, route), packs=route == "allgather")
 
 
-def _mask_of(acc: Acc, route: str) -> Mask | None:
-    """Return the mask of a take. Where only the largest sums are sent on, entries are noted when these are known."""
-    return acc.mask if route == "allgather" else None
+def _ages_of(acc: Acc, route: str) -> Tensor | None:
+    """Return the ages for a take. Where only the largest sums are sent on, ages are written when these are known."""
+    return acc.ages if route == "allgather" else None
 
 
 def exchange(
@@ -103,6 +103,6 @@ def send_all(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0) ->
     offered = kernels.offer_all(acc.residual, buffer, acc.flag, world.share)
     update = yield from reduce(offered, world.mean_of_shares)
     kernels.settle_all(acc.residual, update, kept_share)
-    if acc.mask is not None:
-        acc.mask.note_all(update[:1].isfinite())
+    if acc.ages is not None:
+        acc.ages.masked_fill_(update[:1].isfinite(), 0)
     return Update(update)

@@ -184,6 +184,6 @@ def make_update(acc: Acc, indices: Tensor, total: Tensor, world: World) -> Updat
     kernels.add_sparse(update.flat, total[:-1], indices, header, world.mean_of_shares, update.marks)
     values = acc.residual.index_select(0, index)
     acc.residual.index_copy_(0, index, torch.where(failed, values, 0.0))
-    if acc.mask is not None:
-        acc.mask.note(index, ~failed.expand(len(index)))
+    if acc.ages is not None:
+        kernels.note_sent(acc.ages, index, ~failed.expand(len(index)))
     return update

@@ -87,7 +87,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     """Sum the entries that all ranks took, part by part; each rank sends on as many of its part's largest sums as fit.
 
     An entry goes back to the rank that took it if it is beyond the capacity of its part's payload, or if its sum is not sent
-    on; the velocity is masked at the others. The rounding error of a sum stays with the rank that added it up. kept_share:
+    on; the ages of the others become 0. The rounding error of a sum stays with the rank that added it up. kept_share:
     this share of a sent entry stays in the residual. observe: called with the results, whose headers count the selected
     entries, or more.
     """
@@ -115,8 +115,8 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     arrived = (update.flat[dealt.indices] != 0) & ~failed
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
     add_entries(acc.residual, dealt.indices.flatten(), returned.flatten())
-    if acc.mask is not None:
-        acc.mask.note(dealt.indices.flatten(), (arrived & (dealt.values != 0)).flatten())
+    if acc.ages is not None:
+        kernels.note_sent(acc.ages, dealt.indices.flatten(), (arrived & (dealt.values != 0)).flatten())
     add_entries(acc.residual, dealt.overflow_indices, dealt.overflow_values)
     indices = parts.indices(world.rank, sent_on).long().clamp(max=n - 1)  # beyond the end the update is not finite
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()

@@ -57,7 +57,7 @@ def sparse_sum(
     """Sum the entries that all ranks took along a tree; each merge sends on only as many sums as a payload holds.
 
     An entry that is not in the result goes back to the ranks that took it. A merge may drop a partial sum although the entry
-    still reaches the result. The merging rank then keeps the sum. The velocity is masked at the entries in the result.
+    still reaches the result. The merging rank then keeps the sum. The ages of the entries in the result become 0.
     taken: this rank's entries, as wire=exact. kept_share: this share of a sent entry stays in the residual.
     observe: called with the result.
     """
@@ -135,8 +135,8 @@ def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, u
     sent = is_in(taken.indices, result["indices"]) & ~failed
     returned = torch.where(sent, kept_share * taken.values, taken.values)
     add_entries(acc.residual, indices, returned)
-    if acc.mask is not None:
-        acc.mask.note(indices, sent & used)
+    if acc.ages is not None:
+        kernels.note_sent(acc.ages, indices, sent & used)
     for values, indices in dropped:
         otherwise_lost = is_in(indices, result["indices"]) & ~are_outside(indices, n) & ~failed
         inside = indices.clamp(0, n - 1).long()

@@ -92,23 +92,22 @@ class Codec(ABC):
     def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         """Return the indices that a payload names. They are unchecked and may lie outside the bucket."""
 
-    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None, packs: bool = False) -> Taken:
-        """Move the k largest entries out of acc, in index order. The mask, if given, notes them.
+    def take(self, acc: Acc, k: int, ages: Tensor | None = None, packs: bool = False) -> Taken:
+        """Move the k largest entries out of acc, in index order.
 
-        packs: pack them in the same call, if the codec can; their rounding error then stays in the residual.
+        ages: become 0 for these entries. packs: pack them in the same call, if the codec can; their rounding error then stays
+        in the residual.
         """
         taken = self.allocate(acc, k)
-        kernels.take_topk(acc.residual, k, *taken.unpacked, mask, acc.flag, acc.peaks, acc.memory)
+        kernels.take_topk(acc.residual, k, *taken.unpacked, ages, acc.flag, acc.peaks, acc.memory)
         return taken
 
-    def take_above(
-        self, acc: Acc, capacity: int, bar: kernels.Bar, mask: kernels.Mask | None = None, packs: bool = False
-    ) -> Taken:
-        """Move the entries above the bar out of acc, at most `capacity`, and steer the bar. mask, packs: see take()."""
+    def take_above(self, acc: Acc, capacity: int, bar: kernels.Bar, ages: Tensor | None = None, packs: bool = False) -> Taken:
+        """Move the entries above the bar out of acc, at most `capacity`, and steer the bar. ages, packs: see take()."""
         kernels.set_thresholds(bar.moments, bar.ends, bar.lam, bar.thresholds, pooled=bar.pooled)
         taken = self.allocate(acc, capacity)
         layers = bar.ends, bar.thresholds
-        kernels.take_above(acc.residual, *layers, *taken.unpacked, mask, acc.flag, acc.peaks, acc.memory)
+        kernels.take_above(acc.residual, *layers, *taken.unpacked, ages, acc.flag, acc.peaks, acc.memory)
         if bar.target is not None:
             kernels.steer(bar.lam, taken.unpacked.header, bar.target)
         return taken
@@ -171,20 +170,18 @@ class Compact(Codec):
         n, _ = _sizes(payload)
         kernels.pack_sparse(values, indices, payload["header"], n, payload["blocks"], payload["entries"], residual)
 
-    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None, packs: bool = False) -> Taken:
+    def take(self, acc: Acc, k: int, ages: Tensor | None = None, packs: bool = False) -> Taken:
         if not packs:
-            return super().take(acc, k, mask)
+            return super().take(acc, k, ages)
         payload = payloads.empty(self.form(acc.residual.numel(), k), acc.residual.device)
-        kernels.take_topk_and_pack(acc.residual, k, payload.bytes, mask, acc.flag, acc.peaks, acc.memory)
+        kernels.take_topk_and_pack(acc.residual, k, payload.bytes, ages, acc.flag, acc.peaks, acc.memory)
         return Taken(self, None, payload)
 
-    def take_above(
-        self, acc: Acc, capacity: int, bar: kernels.Bar, mask: kernels.Mask | None = None, packs: bool = False
-    ) -> Taken:
+    def take_above(self, acc: Acc, capacity: int, bar: kernels.Bar, ages: Tensor | None = None, packs: bool = False) -> Taken:
         if not packs:
-            return super().take_above(acc, capacity, bar, mask)
+            return super().take_above(acc, capacity, bar, ages)
         payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
-        kernels.take_above_and_pack(acc.residual, bar, capacity, payload.bytes, mask, acc.flag, acc.peaks, acc.memory)
+        kernels.take_above_and_pack(acc.residual, bar, capacity, payload.bytes, ages, acc.flag, acc.peaks, acc.memory)
         return Taken(self, None, payload)
 
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:

@@ -14,7 +14,7 @@ from fuzz.sparse import BLOCK, f32
 
 from gradcomp.native import extension, kernels
 
-TAKE = ("residual", "velocity", "sent_in", "step", "flag", "peaks")
+TAKE = ("residual", "ages", "flag", "peaks")
 
 
 def padded(content: Content) -> bytes:
@@ -67,7 +67,7 @@ def check_packed(values: dict[str, Any], copies: dict[str, Any], space: int, tak
     n = len(values["residual"])
     header, *parts = arrays_of(copies["payload"], packed_form(n, space))
     extension.native.pack_sparse(copies["residual"], *taken, header, n, *parts)
-    check_written(values, copies, "payload", "residual", "velocity", "sent_in")
+    check_written(values, copies, "payload", "residual", "ages")
 
 
 @maker

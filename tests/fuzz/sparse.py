@@ -21,12 +21,10 @@ def selection(draw: Draw) -> tuple[dict[str, Any], bool]:
     """Make the common arguments of both takes, and tell whether the peaks, if any, are the residual's."""
     n = draw.size(1)
     residual = draw.lend(draw.floats(n))
-    sent_in = draw.maybe(draw.lend(draw.words(n, "uint8")))
-    velocity = draw.maybe(draw.lend(draw.floats(n))) if sent_in is not None else None
+    ages = draw.maybe(draw.lend(draw.words(n, "uint8")))
     sound = draw.likely(0.85)
     peaks = draw.maybe(draw.lend(peaks_of(residual.was) if sound else draw.words(lines(n), "uint32"), "uint32"))
-    step, flag = draw.choice((0, 1, 2, 255, 256, -1, 2**40)), draw.maybe(draw.flag())
-    values = {"residual": residual, "velocity": velocity, "sent_in": sent_in, "step": step, "flag": flag, "peaks": peaks}
+    values = {"residual": residual, "ages": ages, "flag": draw.maybe(draw.flag()), "peaks": peaks}
     return values, sound or peaks is None
 
 
@@ -43,16 +41,10 @@ def check_taken(values: dict[str, Any], wanted: Content | None, passed: int) -> 
     left = residual.was.copy()
     left[places] = 0
     expect(same(residual.now, left), "the residual is wrong")
-    if values["sent_in"] is None:
-        return
-    sent, velocity = values["sent_in"].was.copy(), values["velocity"]
-    waited = places[sent[places] != np.uint8((values["step"] - 1) % 256)]
-    sent[places] = values["step"] % 256
-    expect(same(values["sent_in"].now, sent), "sent_in is wrong")
-    if velocity is not None:
-        masked = velocity.was.copy()
-        masked[waited] = 0
-        expect(same(velocity.now, masked), "the velocity is wrong")
+    if values["ages"] is not None:
+        ages = values["ages"].was.copy()
+        ages[places] = 0
+        expect(same(values["ages"].now, ages), "ages are wrong")
 
 
 def largest(entries: Content, places: Content, k: int) -> Content:

@@ -54,16 +54,6 @@ def deliver_progress(
     return new, left
 
 
-def mask(velocity: Tensor, sent_in: Tensor, step: int, sent: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the velocity and the steps of the last sends, after these places are sent."""
-    velocity, sent_in = velocity.clone(), sent_in.clone()
-    for place in sent.tolist():
-        if int(sent_in[place]) != (step - 1) % 256:
-            velocity[place] = 0
-        sent_in[place] = step % 256
-    return velocity, sent_in
-
-
 def moments(x: Tensor) -> list[float]:
     """Compute the mean, the squared deviations from it, smallest, largest, and the number not 0, in float64."""
     if x.numel() == 0:

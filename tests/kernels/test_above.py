@@ -172,19 +172,18 @@ def test_steering_ends_at_the_target_where_a_tenth_more_is_far_too_much(device: 
 def check_above(
     residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, peaks: Tensor | None = None
 ) -> None:
-    before, velocity = residual.clone(), torch.ones_like(residual)
-    sent_in = torch.arange(residual.numel(), device=residual.device).to(torch.uint8)
+    before, ages = residual.clone(), torch.arange(residual.numel(), device=residual.device).to(torch.uint8)
     wanted, passing = reference.above(before, sizes, thresholds, capacity)
-    masked = reference.mask(velocity, sent_in, 8, wanted)
+    new_ages = ages.index_fill(0, wanted, 0)
     device, taken = residual.device, to_take(capacity, residual.device)
     layers = torch.tensor(sizes).cumsum(0).to(torch.int32).to(device), torch.tensor(thresholds, device=device)
-    kernels.take_above(residual, *layers, **taken, mask=kernels.Mask(velocity, sent_in, 8), peaks=peaks)
+    kernels.take_above(residual, *layers, **taken, ages=ages, peaks=peaks)
     assert taken["header"].tolist() == [passing, 0]
     assert torch.equal(taken["indices"][: wanted.numel()].long(), wanted)
     assert reference.same(taken["values"][: wanted.numel()], before[wanted])
     left = before.clone()
     left[wanted] = 0
-    assert reference.same(residual, left) and reference.same(velocity, masked[0]) and torch.equal(sent_in, masked[1])
+    assert reference.same(residual, left) and torch.equal(ages, new_ages)
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)

@@ -82,20 +82,19 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     g, start = torch.randn(n), torch.randn(n)
     results = []
     for count in (1, threads):
-        residual, velocity = start.clone(), start.clone()
-        flag, sent_in = torch.zeros(1, dtype=torch.int32), torch.zeros(n, dtype=torch.uint8)
+        residual, flag, ages = start.clone(), torch.zeros(1, dtype=torch.int32), torch.ones(n, dtype=torch.uint8)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
         words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
         extension.native.accumulate([g], None, residual, flag, moments, peaks, words, 0.9, threads=count)
-        extension.native.take_topk(residual, velocity, sent_in, 3, flag, peaks, k, *payload, scratch, threads=count)
+        extension.native.take_topk(residual, ages, flag, peaks, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
-        extension.native.take_above(residual, velocity, sent_in, 4, flag, peaks, *layers, *above, scratch, threads=count)
-        results.append((residual, velocity, sent_in, moments, peaks, *payload, *above))
+        extension.native.take_above(residual, ages, flag, peaks, *layers, *above, scratch, threads=count)
+        results.append((residual, ages, moments, peaks, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -155,15 +154,13 @@ def test_a_number_that_is_none_is_named(k: object) -> None:
     arrays = torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     scratch = torch.zeros(100_000, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"take_topk: k=.* must be a whole number"):
-        extension.native.take_topk(torch.zeros(10), None, None, 0, None, None, k, *arrays, scratch, stream=0, threads=1)
+        extension.native.take_topk(torch.zeros(10), None, None, None, k, *arrays, scratch, stream=0, threads=1)
 
 
-def test_an_empty_velocity_is_one_of_the_wrong_size() -> None:
+def test_empty_ages_are_of_the_wrong_size() -> None:
     entries = torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="take_topk: velocity has 0 entries"):
-        kernels.take_topk(
-            torch.ones(1000), 3, *entries, mask=kernels.Mask(torch.zeros(0), torch.zeros(0, dtype=torch.uint8), 1)
-        )
+    with pytest.raises(ValueError, match="take_topk: ages has 0 entries"):
+        kernels.take_topk(torch.ones(1000), 3, *entries, ages=torch.zeros(0, dtype=torch.uint8))
 
 
 def test_payloads_of_different_numbers_of_ranks_are_refused() -> None:

@@ -88,30 +88,13 @@ def test_a_gpu_makes_peaks_where_a_take_gains_by_them() -> None:
     assert kernels.peaks(64, cpu, 0.0) is None
 
 
-def test_the_masks_of_torch_are_those_of_the_kernels(device: torch.device) -> None:
-    velocity, sent_in = torch.randn(1000, device=device), torch.randint(256, (1000,), device=device).to(torch.uint8)
-    places = torch.cat([torch.randperm(999)[:300], torch.tensor([999, 999, 999])]).to(device)
-    sent = torch.rand(303, device=device) < 0.5
-    sent[-3:] = torch.tensor([False, True, False])
-    wanted = reference.mask(velocity, sent_in, 77, places[sent])
-    mask = kernels.Mask(velocity, sent_in, 77)
-    mask.note(places, sent)
-    assert reference.same(velocity, wanted[0]) and torch.equal(sent_in, wanted[1])
-    everything = torch.arange(1000, device=device)
-    wanted = reference.mask(velocity, sent_in, 78, everything[500:])
-    mask._replace(step=78).note_all(everything >= 500)
-    assert reference.same(velocity, wanted[0]) and torch.equal(sent_in, wanted[1])
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("above", [False, True])
-def test_step_0_notes_ages_that_begin_again(device: torch.device, above: bool, packed: bool) -> None:
-    """Ages in the place of the steps of last sends: what is taken gets 0, and nothing else changes."""
+def test_a_take_lets_the_ages_of_what_it_takes_begin_again(device: torch.device, above: bool, packed: bool) -> None:
     n, k = 10_000, 600
     before = torch.randn(n, device=device)
     before_ages = torch.randint(1, 256, (n,), device=device).to(torch.uint8)
     residual, ages = before.clone(), before_ages.clone()
-    mask = kernels.Mask(None, ages, 0)
     ends = torch.tensor([4000, n], dtype=torch.int32, device=device)
     threshold = reference.topk(before, k)
     bound = float(before[threshold].abs().min()) * (1 - 1e-6)
@@ -119,31 +102,27 @@ def test_step_0_notes_ages_that_begin_again(device: torch.device, above: bool, p
     if above and packed:
         moments = torch.tensor([reference.moments(part) for part in before.split([4000, 6000])], dtype=torch.float64)
         lam, thresholds = torch.tensor([2.2, 0.1], device=device), torch.empty(2, device=device)
-        kernels.take_above_and_pack(residual, kernels.Bar(moments.to(device), ends, lam, thresholds), k, payload, mask)
+        kernels.take_above_and_pack(residual, kernels.Bar(moments.to(device), ends, lam, thresholds), k, payload, ages)
     elif packed:
-        kernels.take_topk_and_pack(residual, k, payload, mask)
+        kernels.take_topk_and_pack(residual, k, payload, ages)
     elif above:
-        kernels.take_above(residual, ends, torch.full((2,), bound, device=device), **to_take(k, device), mask=mask)
+        kernels.take_above(residual, ends, torch.full((2,), bound, device=device), **to_take(k, device), ages=ages)
     else:
-        kernels.take_topk(residual, k, **to_take(k, device), mask=mask)
+        kernels.take_topk(residual, k, **to_take(k, device), ages=ages)
     taken = residual != before  # a packed entry leaves its rounding error
     assert 100 < taken.sum() <= k and ((above and packed) or taken.sum() == k)
     assert torch.equal(ages, torch.where(taken, 0, before_ages))
 
 
-def test_masks_of_torch_at_step_0_let_ages_begin_again(device: torch.device) -> None:
+def test_ages_of_entries_that_torch_sends_begin_again(device: torch.device) -> None:
     before = torch.randint(256, (1000,), device=device).to(torch.uint8)
-    places, sent = torch.randperm(1000).to(device)[:400], torch.rand(400, device=device) < 0.5
-    wanted = before.clone()
+    places = torch.cat([torch.randperm(999)[:400], torch.tensor([999, 999, 999])]).to(device)
+    sent = torch.rand(403, device=device) < 0.5
+    sent[-3:] = torch.tensor([False, True, False])
+    wanted, ages = before.clone(), before.clone()
     wanted[places[sent]] = 0
-    mask = kernels.Mask(None, before.clone(), 0)
-    mask.note(places, sent)
-    assert torch.equal(mask.last_sent, wanted)
-    some = torch.rand(1000, device=device) < 0.5
-    mask.note_all(some)
-    assert torch.equal(mask.last_sent, wanted.masked_fill(some, 0))
-    mask.part(slice(100, 200)).note_all(torch.tensor(True, device=device))
-    assert not mask.last_sent[100:200].any()
+    kernels.note_sent(ages, places, sent)
+    assert torch.equal(ages, wanted)
 
 
 @given(kind=gradients.kinds, n=st.integers(1, 5000), seed=gradients.seeds)

@@ -86,7 +86,7 @@ def test_peaks_that_promise_too_much_overfill_no_list(device: torch.device) -> N
     values, header = torch.empty(k, device=device), torch.empty(2, dtype=torch.int32, device=device)
     indices = torch.full((k,), -1, dtype=torch.int32, device=device)
     residual = before.clone()
-    arrays = (residual, None, None, 1, None, peaks, k, values, indices, header, scratch[:words])
+    arrays = (residual, None, None, peaks, k, values, indices, header, scratch[:words])
     extension.native.take_topk(*arrays, **extension.queue(residual))
     assert (scratch[words:] == 7).all() and len(indices.unique()) == k
     assert torch.equal(values, before[indices.long()]) and (residual[indices.long()] == 0).all()

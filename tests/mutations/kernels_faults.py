@@ -139,10 +139,17 @@ KERNEL_FAULTS = (
         ("test_definitions.py",),
     ),
     Fault(
-        "momentum is masked where entries had not waited",
-        "csrc",
-        "if (velocity != nullptr && has_waited(sent_in[entry], step)) velocity[entry] = 0.0f;",
-        "if (velocity != nullptr) velocity[entry] = 0.0f;",
+        "an entry that a take sends goes on growing older, on a CPU",
+        "csrc/cpu",
+        "if (ages.given()) ages.data[i] = 0;",
+        "",
+        ("test_definitions.py", "test_above.py"),
+    ),
+    Fault(
+        "an entry that a take sends goes on growing older, on a GPU",
+        "csrc/cuda",
+        "if (ages != nullptr) ages[index] = 0;",
+        "",
         ("test_definitions.py", "test_above.py"),
     ),
     Fault(

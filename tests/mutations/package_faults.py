@@ -350,14 +350,14 @@ PACKAGE_FAULTS = (
     Fault(
         "by_host takes an entry that the host has sent for one that waits",
         "gradcomp/core",
-        "acc.mask.note_all(empty | ((update != 0) & update.isfinite()))",
-        "acc.mask.note_all(empty)",
+        "acc.ages.masked_fill_(empty | ((update != 0) & update.isfinite()), 0)",
+        "acc.ages.masked_fill_(empty, 0)",
         ("test_laws_of_updates.py", "test_by_host.py"),
     ),
     Fault(
         "a flush is forgotten: entries that it sent count as waiting",
         "gradcomp/exchanges",
-        "acc.mask.note_all(update[:1].isfinite())",
+        "acc.ages.masked_fill_(update[:1].isfinite(), 0)",
         "pass",
         ("test_laws_of_updates.py", "test_momentum.py"),
     ),

@@ -122,7 +122,7 @@ class Lgc(Compressor):
         update = state.update.zero_()
         last = _slice(acc, state.last)
         if n := len(last.residual):
-            taken = CODECS[self.wire].take(last, count_of(self.ratio, n), last.mask, packs=True)
+            taken = CODECS[self.wire].take(last, count_of(self.ratio, n), last.ages, packs=True)
             yield from routes.allgather(last, taken, world, into=Update(update[state.last]))
         middle, middle_update = _slice(acc, state.middle), update[state.middle]
         entries = yield from self._select_entries(middle, middle_update, state, coder, world)
@@ -146,8 +146,8 @@ class Lgc(Compressor):
         if len(first.residual):
             kernels.settle_all(first.residual, first_update)
             update[state.first] = first_update
-            if first.mask is not None:
-                first.mask.note_all(first_update[:1].isfinite())
+            if first.ages is not None:
+                first.ages.masked_fill_(first_update[:1].isfinite(), 0)
         entries.settle(middle, middle_update, shared, check)
 
     def _select_entries(
@@ -211,7 +211,7 @@ class LgcState:
 
 def _slice(acc: Acc, span: slice) -> Acc:
     """Slice acc, without the statistics of the whole."""
-    return Acc(acc.residual[span], acc.memory, None if acc.mask is None else acc.mask.part(span), acc.flag)
+    return Acc(acc.residual[span], acc.memory, None if acc.ages is None else acc.ages[span], acc.flag)
 
 
 def _join(first: Acc, summary: Tensor, buffer: Tensor, share: float) -> Tensor:

@@ -183,15 +183,15 @@ class CommonEntries(NamedTuple):
         mean = torch.where(check.failed, torch.nan, torch.where(check.accepted, shared.mean, 0.0))
         self.common.write(update, mean)
         self.common.write(acc.residual, torch.where(taken, shared.error, self.values))
-        if acc.mask is not None:
-            acc.mask.note(self.common.indices.flatten(), taken.expand(self.values.shape).flatten())
+        if acc.ages is not None:
+            kernels.note_sent(acc.ages, self.common.indices.flatten(), taken.expand(self.values.shape).flatten())
         for rank, (indices, values) in enumerate([] if self.innovations is None else self.innovations.outside):
             sent = values.masked_fill(check.failed, 0.0)
             add_entries(update, indices, sent / self.world.size)
             if rank == self.world.rank:
                 add_entries(acc.residual, indices, -sent)
-                if acc.mask is not None:
-                    acc.mask.note(indices, sent != 0)
+                if acc.ages is not None:
+                    kernels.note_sent(acc.ages, indices, sent != 0)
 
 
 def gather_innovations(acc: Acc, common: CommonIndices, count: int, codec: Codec, zeros: Tensor) -> Requests[Innovations]:

@@ -15,7 +15,6 @@ from gradcomp.engine.updates.adam_noise import DELAY, RankNoise
 from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
-from gradcomp.native.kernels import Mask
 from gradcomp.native.memory import Update
 
 
@@ -147,10 +146,9 @@ class Progress:
             peaks=self.peaks,
             memory=context.memory,
         )
-        mask = None if self.ages is None else Mask(None, self.ages, 0)
         spans = self.layout.spans_of(frozen) if frozen else ()
         rates = None if context.layer_rates is None else context.rates(self.layout)
-        return Acc(self.start, context.memory, mask, self.flag, self.moments, rates, self.peaks, spans)
+        return Acc(self.start, context.memory, self.ages, self.flag, self.moments, rates, self.peaks, spans)
 
     def deliver(self, update: Update, scale: float) -> None:
         """Move the weights by scale times the mean update, and return the rest of the offer to the residual."""

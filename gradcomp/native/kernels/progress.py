@@ -32,7 +32,7 @@ def offer_progress(
     residual <- all - offered;  weights <- start;  start <- offered
 
     start: a copy of the weights from before the step, in float32. ages: uint8, the steps since each entry was last sent, 0 for
-    one that was sent in the step before: Mask(None, ages, 0) notes it. None: every entry's age is 1.
+    one that was sent in the step before. None: every entry's age is 1.
     shares: float32[512]. decays: float32, of each piece; decays * start is the part of its progress that factor leaves alone.
     flag: becomes 1 if an entry's progress was not finite, which counts as 0; otherwise 0.
     moments, peaks: become those of the offered entries, see accumulate().

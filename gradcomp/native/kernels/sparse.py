@@ -16,39 +16,9 @@ from gradcomp.native.memory import Memory
 BLOCK, VALUE_BITS = 1 << 16, 6
 
 
-class Mask(NamedTuple):
-    """Notes which entries are sent. It clears the velocity, if given, of sent entries that had a residual.
-
-    last_sent: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. accumulate() notes
-    entries without residual as sent in the step before. step: this step's number.
-    """
-
-    velocity: Tensor | None
-    last_sent: Tensor
-    step: int
-
-    def note(self, indices: Tensor, sent: Tensor) -> None:
-        """Note which of these entries are sent. An index may come twice if it is sent once at most."""
-        last = self.last_sent.index_select(0, indices)
-        if self.velocity is not None:
-            had_residual = sent & (last != (self.step - 1) % 256)
-            masked = self.velocity.index_select(0, indices).masked_fill(~had_residual, 0.0)
-            add_entries(self.velocity, indices, -masked)
-        self.last_sent.index_add_(0, indices, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
-
-    def note_all(self, sent: Tensor) -> None:
-        """Note which of all entries are sent. sent: for each entry, or one for all."""
-        if self.velocity is not None:
-            self.velocity.masked_fill_(sent & (self.last_sent != (self.step - 1) % 256), 0.0)
-        self.last_sent.masked_fill_(sent, self.step % 256)
-
-    def part(self, span: slice) -> Mask:
-        """Return the mask of some of the entries."""
-        return Mask(None if self.velocity is None else self.velocity[span], self.last_sent[span], self.step)
-
-
-# The three arguments of a take without a mask.
-_NO_MASK = (None, None, 0)
+def note_sent(ages: Tensor, indices: Tensor, sent: Tensor) -> None:
+    """Set the ages of those of these entries that are sent to 0. An index may come twice if it is sent once at most."""
+    ages.index_add_(0, indices, torch.where(sent, 0 - ages.index_select(0, indices), 0))
 
 
 def take_topk(
@@ -57,20 +27,18 @@ def take_topk(
     values: Array,
     indices: Array,
     header: Array,
-    mask: Mask | None = None,
+    ages: Array | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the k entries of largest magnitude out of the residual, in index order, ties to the lower index.
 
-    mask: clears the velocity of taken entries that had a residual. header <- (k, flag).
+    ages: uint8; become 0 for the taken entries. header <- (k, flag).
     """
     words = scratch_words(extension.native, "take_topk", on_cuda(residual), count(residual), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
-    extension.native.take_topk(
-        residual, *(mask or _NO_MASK), flag, peaks, k, values, indices, header, scratch, **queue(residual)
-    )
+    extension.native.take_topk(residual, ages, flag, peaks, k, values, indices, header, scratch, **queue(residual))
 
 
 def take_above(
@@ -80,18 +48,18 @@ def take_above(
     values: Array,
     indices: Array,
     header: Array,
-    mask: Mask | None = None,
+    ages: Array | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the entries whose magnitude exceeds their layer's threshold out of the residual, in index order.
 
-    The capacity is that of values; if more pass, the largest are taken. mask: see take_topk(). header <- (how many pass, flag).
+    The capacity is that of values; if more pass, the largest are taken. ages: see take_topk(). header <- (how many pass, flag).
     """
     words = scratch_words(extension.native, "take_above", on_cuda(residual), count(residual), count(values))
     arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
-    extension.native.take_above(residual, *(mask or _NO_MASK), flag, peaks, *arrays, **queue(residual))
+    extension.native.take_above(residual, ages, flag, peaks, *arrays, **queue(residual))
 
 
 class Bar(NamedTuple):
@@ -112,7 +80,7 @@ def take_topk_and_pack(
     residual: Array,
     k: int,
     payload: Array,
-    mask: Mask | None = None,
+    ages: Array | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
@@ -120,7 +88,7 @@ def take_topk_and_pack(
     """Do what take_topk() and pack_sparse() do: payload <- header, blocks and entries, in bytes. The rounding error stays."""
     words = scratch_words(extension.native, "take_topk_and_pack", on_cuda(residual), count(residual), k)
     scratch = (memory or Memory()).scratch("take", words, residual)
-    extension.native.take_topk_and_pack(residual, *(mask or _NO_MASK), flag, peaks, k, payload, scratch, **queue(residual))
+    extension.native.take_topk_and_pack(residual, ages, flag, peaks, k, payload, scratch, **queue(residual))
 
 
 def take_above_and_pack(
@@ -128,7 +96,7 @@ def take_above_and_pack(
     bar: Bar,
     capacity: int,
     payload: Array,
-    mask: Mask | None = None,
+    ages: Array | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
@@ -139,9 +107,7 @@ def take_above_and_pack(
     moments, ends, lam, thresholds, pooled, target = bar
     # False: sigma is measured from the mean. True: each layer sends an entry.
     rule = (moments, ends, lam, False, True, pooled, target or 0, thresholds)
-    extension.native.take_above_and_pack(
-        residual, *(mask or _NO_MASK), flag, peaks, *rule, capacity, payload, scratch, **queue(residual)
-    )
+    extension.native.take_above_and_pack(residual, ages, flag, peaks, *rule, capacity, payload, scratch, **queue(residual))
 
 
 def set_thresholds(
