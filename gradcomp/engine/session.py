@@ -33,8 +33,7 @@ class Session:
 
     updates: what is known of the user's optimizers, where the door has any. sums: updates are sums over the ranks, not means.
     has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
-    has_seen_gradients: ever. lags:
-    other ranks step, and this one has no batch.
+    has_seen_gradients: ever. lags: other ranks step, and this one has no batch.
     """
 
     reducer_class: type[Reducer] = Reducer
@@ -137,8 +136,7 @@ class Session:
         if self.turns is not None and not (self.door.holds or self.reducer.on_updates):
             self._take_turn()
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = True
-        if not self.reducer.on_updates:
-            self._step_in = here
+        self._step_in = None if self.reducer.on_updates else here
         if self._stock is not None and self.reducer.clock is not None:
             self.reducer.clock.note_gradient()
 
@@ -277,8 +275,7 @@ class Session:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer that has stepped."""
-        trained = self.updates.trained(optimizer)
-        if trained is None or not trained.has_begun:
+        if (trained := self.updates.trained(optimizer)) is None or not trained.has_begun:
             return
         try:
             self.updates.end(optimizer, trained, float(self.network.world.size) if self.sums else 1.0)
@@ -291,8 +288,6 @@ class Session:
         if self.turns is not None:
             self.turns.note_step()
             self._take_turn()
-
-    # Between two steps.
 
     def meet(self, leader: int | None = None) -> None:
         """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
@@ -368,8 +363,7 @@ class Session:
                 yield from self.meeting(follows=False)
                 if delivers:
                     self.updates.forget()
-                    scale = float(self.network.world.size) if self.sums else 1.0
-                    yield from deliver_residuals(old, self.updates.optimizers(), self.network, scale)
+                    yield from deliver_residuals(old, self.updates.optimizers(), self.network, self.sums)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
@@ -378,8 +372,6 @@ class Session:
         was_hidden = old.on_updates and (old.given_momentum is None or old.given_momentum.hides)
         self.updates.note_change(to_updates=new.on_updates and not was_hidden)
         self._install(new, compressor)
-
-    # The state.
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""

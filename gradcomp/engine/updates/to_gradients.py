@@ -17,14 +17,15 @@ from gradcomp.networks import Connection
 
 @torch.no_grad()
 def deliver_residuals(
-    reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer], network: Connection, scale: float
+    reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer], network: Connection, sums: bool
 ) -> Iterator[None]:
     """Deliver the mean of all residuals, and average gradients and the optimizers' states, in lock-step with other ranks.
 
-    The ranks can then exchange gradients: their optimizers go on alike, also with gradients that came before. scale: of means,
-    as in reducer.run().
+    The ranks can then exchange gradients: their optimizers go on alike, also with gradients that came before. sums: updates and
+    gradients are sums over the ranks, not means.
     """
     size = network.world.size
+    scale = float(size) if sums else 1.0
     for bucket in reducer.buckets:
         bucket.put_back()  # a frozen layer's, which would be lost
     residuals = [(each.index, each.residual / size) for each in reducer.buckets]
