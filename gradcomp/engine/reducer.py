@@ -154,6 +154,12 @@ class Reducer:
         return any(bucket.keeps_residual for bucket in self.buckets)
 
     @property
+    def part_numbers(self) -> list[int]:
+        """The part of each bucket, as a number."""
+        numbers = {part: i for i, part in enumerate(dict.fromkeys(self._part_of))}
+        return [numbers[part] for part in self._part_of]
+
+    @property
     def exchanges(self) -> str:
         """Describe what the ranks exchange."""
         return "updates" if self.on_updates else "gradients"

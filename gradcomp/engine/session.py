@@ -45,8 +45,7 @@ class Session:
         self._membership = Membership(network)
         self._step_in: object = None  # the network's generation in which the step under way began; None between steps
         self._failure: tuple[object, str] | None = None  # the generation in which a step failed, and the error's text
-        self._held: dict[str, Slot] = {}
-        self._stock: torch.dtype | None = None
+        self._held, self._stock = dict[str, Slot](), None  # type: Any, torch.dtype | None
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = self.sums = False
         self._commits, self._announcement = Commits(), Announcement(door, network)
         self.updates = updates = StepExchange(slots, network)
@@ -106,8 +105,6 @@ class Session:
         self._step_in = None
         self.has_gradients = self.has_unchecked_gradients = False
         self.door.discard()
-
-    # A step that exchanges gradients.
 
     @property
     def spec(self) -> str:
@@ -403,6 +400,9 @@ class Session:
         reducer, compressor = self.reducer, self.compressor
         if make is not None and spec != self.spec:
             compressor = make(spec)
+            reducer = self._make_reducer(compressor)
+        if reducer.on_updates and (parts := state.saved_parts(taken.shares)) is not None:
+            self.updates.parts = parts  # until the optimizers that they follow from are seen
             reducer = self._make_reducer(compressor)
         load = state.load_shares(reducer, self.slots.shapes, taken, loaded.steps)
         meets_again = self.has_met or self.phase is Phase.FAILED

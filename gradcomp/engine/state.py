@@ -6,7 +6,7 @@ bucket. The stages save and load their parts themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -73,7 +73,8 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
         copy: Copies a layer's array.
     """
     share = _save_stages(reducer, copy)
-    for bucket, own in zip(reducer.buckets, share["buckets"], strict=True):
+    for bucket, part, own in zip(reducer.buckets, reducer.part_numbers, share["buckets"], strict=True):
+        own["part"] = part
         own["compressor"] = bucket.compressor.save(bucket.inner)
         own["noise"] = None if bucket.progress is None else bucket.progress.noise.save()
     return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
@@ -140,6 +141,13 @@ def _load_noise(bucket: Bucket, own: Sequence[_Reader]) -> Callable[[], None]:
         return lambda: None
     noise, numbers = progress.noise, saved.numbers_of(record, "noise", 4)
     return lambda: noise.load(numbers)
+
+
+def saved_parts(shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Hashable] | None:
+    """Return the part of each layer, as the first share's buckets have it. None: all are of one part."""
+    records = saved.sequence(next(iter(shares.values())), "buckets") if shares else ()
+    parts = {name: saved.read_int(each, "part", 0) for each in records for name in saved.names(each, "layers")}
+    return dict(parts) if len({*parts.values()}) > 1 else None
 
 
 def load_own(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> Callable[[], None]:

@@ -355,3 +355,17 @@ def test_an_infinite_gradient_is_clipped_as_alone() -> None:
     ours.step()
     ours.check_equal()
     assert all(each.isfinite().all() for each in ours.weights.values())
+
+
+@pytest.mark.parametrize("spec", ["sign", "sdagc", SPEC])
+def test_several_optimizers_and_momenta_resume_to_the_bit(spec: str) -> None:
+    """Also the factor of Adam's noise, which 30 steps have found."""
+
+    def optimizers(weights: Any) -> list[optim.Optimizer]:
+        first, second, *others = weights
+        groups: list[dict[str, Any]] = [{"params": [first], "momentum": 0.5}, {"params": [second]}]
+        return [optim.SGD(groups, 0.01, momentum=0.9), optim.AdamW(others, 0.01)]
+
+    ours = Replicas(spec, optimizers, ranks=2).train(30)
+    again = ours.resumed()
+    again.train(3, first=30).ends_as(ours.train(3, first=30), 0, 0)
