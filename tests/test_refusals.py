@@ -54,7 +54,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "unfrozen later",
         EVERY,
-        r"RuntimeError: '\S*0\.weight' of shape \(3, 4\) was unfrozen after the exchange was set up",
+        r"RuntimeError: '\S*0\.weight' of shape \(3, 4\) was frozen when gradcomp was set up",
     ),
     ("no DDP", (DDP,), "TypeError: attach.* got a Sequential; wrap the model in DistributedDataParallel"),
     ("by position", (DDP,), r'TypeError: .* by name: gradcomp\.ddp\.attach\(model, "topk", optimizer=optimizer\)'),

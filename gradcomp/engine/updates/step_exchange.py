@@ -56,8 +56,8 @@ _SUMS = (
 # Backward passes without a step of any optimizer, before the warning. Few trainings add up so many.
 PASSES_BEFORE_WARNING = 200
 _NO_STEP = (
-    f"{PASSES_BEFORE_WARNING} backward passes, and no torch optimizer has stepped: updates are exchanged after its step(). If "
-    'the program moves the weights by itself, the ranks train apart: take the spec "blocks", which exchanges gradients'
+    f"{PASSES_BEFORE_WARNING} backward passes, and no torch optimizer has stepped: updates are exchanged after its step(). Was "
+    'optimizer.step() forgotten? If the program moves the weights by itself, take the spec "blocks", which exchanges gradients'
 )
 
 _NEVER_STEPPED = (
@@ -65,8 +65,8 @@ _NEVER_STEPPED = (
     'at least one batch, or take the spec "blocks", which exchanges gradients'
 )
 _UNFROZEN = (
-    "{name!r} of shape {shape} was unfrozen after the exchange was set up: its gradient stays on this rank, and the replicas "
-    "drift apart. Unfreeze it before that, and freeze it right after that, by requires_grad_(False), until it is to train"
+    "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, and "
+    "call requires_grad_(False) afterwards, until you train it"
 )
 
 

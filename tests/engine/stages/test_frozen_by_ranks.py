@@ -125,5 +125,5 @@ def unfreeze(door: str) -> str:
 def test_a_layer_that_one_rank_unfreezes_too_late_is_refused(door: str) -> None:
     """Its gradient stays on the rank: by stock DDP and Horovod, too, which say nothing."""
     there, here = ranks.launch(unfreeze, 2, door)
-    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen after the exchange was set up")
+    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was frozen when gradcomp was set up")
     assert "gradcomp's exchange failed" in there and "a rank ended or raised an error (see its output)" in there
