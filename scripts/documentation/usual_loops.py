@@ -24,11 +24,12 @@ OF_PROGRAMS = {
 
 
 def cells(door: str) -> dict[tuple[str, str, str], Any]:
-    """Read a door's trainings, by loop, kind of optimizer, and spec."""
+    """Read a door's trainings, by loop, kind of optimizer, and spec. Later records are of single loops, trained anew."""
     found: dict[tuple[str, str, str], Any] = {}
-    for line in read(RECORDS / f"loops-{door}.json")["cells"]:
-        name, _, kind, spec = line["key"]
-        found[name, kind, spec] = line
+    for record in (RECORDS / f"loops-{door}.json", *sorted(RECORDS.glob(f"loops-{door}-*.json"))):
+        for line in read(record)["cells"]:
+            name, _, kind, spec = line["key"]
+            found[name, kind, spec] = line
     return found
 
 
