@@ -111,11 +111,12 @@ def together(door: str, spec: str | None, left_out: int = 0) -> Tensor:
 
 
 def with_closure(door: str, spec: str | None) -> Tensor:
-    """Train with LBFGS, which asks for the gradient several times in a step. Updates are exchanged once, after the last."""
+    """Train with a closure. LBFGS asks for the gradient several times in a step; for updates, SGD takes its place."""
     model = small_net.net(width=20)
-    run = made(
-        door, OF_GRADIENTS if spec == EXACT else spec, model, inner=torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    )
+    inner: Any = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    if spec == SPARSE:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = made(door, OF_GRADIENTS if spec == EXACT else spec, model, inner=inner)
     for _ in range(3):
         batch = next(run.data)
 

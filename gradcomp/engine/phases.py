@@ -72,8 +72,11 @@ class Door:
     def discard(self) -> None:
         """Forget the backward pass under way: the step was discarded."""
 
-    def calls_another(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether a step that begins calls another one of the same optimizer, and changes nothing before."""
+    def calls_another(self, optimizer: torch.optim.Optimizer, has_gradients: bool) -> bool:
+        """Say whether a step that begins calls another one of the same optimizer, and changes nothing before.
+
+        has_gradients: some have come since the last step.
+        """
         return False
 
     def adds_up(self, optimizer: torch.optim.Optimizer) -> bool | None:

@@ -247,17 +247,17 @@ class Session:
 
     def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> HiddenMomentum | None:
         """Begin a step. Return the momentum to hide; None if nothing is exchanged. has_closure: gradients may come in it."""
-        if not self.network.ready or (not (self.has_gradients or has_closure) and makes_state()):
+        has_gradients = self.has_gradients or has_closure
+        if not self.network.ready or (not has_gradients and makes_state()):
             return None
         waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
-        if self.door.needs_gradients and (waits or self.door.calls_another(optimizer)):
+        if self.door.needs_gradients and (waits or self.door.calls_another(optimizer, has_gradients)):
             return None
         if (trained := self.updates.find_stepping(optimizer, self._given_momentum)) is None:
             return None
         if self._failure is not None:
             self.refuse("the optimizer's step")
-        if self._membership.met_in is not self.network.generation:
-            self.meet()
+        self.meet()
         try:
             if trained.reducer is not self.reducer:
                 self.sums = self.updates.adds_up(optimizer, trained, self.door.adds_up(optimizer), self.sums)

@@ -254,8 +254,10 @@ class HorovodDoor(Door):
     def discard(self) -> None:
         self.begun_in = _DISCARDED  # the end of the pass is still asked for, and refused
 
-    def calls_another(self, optimizer: torch.optim.Optimizer) -> bool:
-        return getattr(optimizer, "_synchronized", False)  # Horovod clears it, and calls its base class's step
+    def calls_another(self, optimizer: torch.optim.Optimizer, has_gradients: bool) -> bool:
+        if getattr(optimizer, "_synchronized", False):  # Horovod clears it, and calls its base class's step
+            return True
+        return not has_gradients and getattr(optimizer, "_should_synchronize", False)  # it reduces zeros first
 
     def adds_up(self, optimizer: torch.optim.Optimizer) -> bool | None:
         op = getattr(optimizer, "op", None)

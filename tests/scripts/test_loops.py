@@ -56,7 +56,7 @@ def test_a_cell_that_is_as_good_after_three_times_the_steps_is_late(monkeypatch:
 
 
 def test_two_cases_on_real_ranks(tmp_path: Path) -> None:
-    chosen = ["--cases", "AdamW(amsgrad);LBFGS", "--doors", "ddp", "--specs", "topk", "--steps", "24", "--seeds", "1"]
+    chosen = ["--cases", "AdamW(amsgrad);RAdam", "--doors", "ddp", "--specs", "topk", "--steps", "24", "--seeds", "1"]
     assert main(["loops", *chosen, "--out", str(tmp_path)]) in (0, 1)
     record = json.loads((tmp_path / "loops.json").read_text())
     lines = {line["key"][0]: line for line in record["cells"]}

@@ -76,7 +76,7 @@ class HiddenMomentum:
 
     own: the ids of the session's parameters; exchanged: and of all others whose updates are exchanged. A group that trains any
     more keeps its momentum. rule: None for an optimizer that keeps it in all groups. divides: by a second moment, so that an
-    update is as long as any other, whatever the gradient's length.
+    update is as long as any other, whatever the gradient's length. normalizes: it divides, and its momentum is hidden.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class HiddenMomentum:
             rule = None
         self._groups = {id(group) for group in optimizer.param_groups if self._is_whole(group, exchanged)}
         self.rule = rule if self._groups else None
+        self.normalizes = self.rule is not None and self.divides
         self._has_hidden = False
 
     def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
@@ -103,11 +104,6 @@ class HiddenMomentum:
             return True
         trained = [id(each) for each in group["params"] if each.requires_grad]
         return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
-
-    @property
-    def normalizes(self) -> bool:
-        """True if the momentum is hidden of an optimizer that divides."""
-        return self.rule is not None and self.divides
 
     def of(self, group: Group) -> Momentum:
         """Return the momentum of a group that the residual stands for."""
@@ -127,7 +123,8 @@ class HiddenMomentum:
         for group in optimizer.param_groups:
             if id(group) not in self._groups or (id(group), self.rule.setting) in hidden:
                 continue
-            own, momentum = float(_value(group, self.rule)), self.of(group).value
+            own = float(_value(group, self.rule))
+            momentum = own if self._given is None else self._given.value
             values: Group = {}
             if own >= 1 and self._given is None:  # a sum of all gradients is no queue: it stays
                 continue

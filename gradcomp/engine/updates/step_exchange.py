@@ -65,8 +65,8 @@ _NEVER_STEPPED = (
     'at least one batch, or take the spec "blocks", which exchanges gradients'
 )
 _UNFROZEN = (
-    "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, and "
-    "call requires_grad_(False) afterwards, until you train it"
+    "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, "
+    "and call requires_grad_(False) afterwards, until you train it"
 )
 
 

@@ -101,8 +101,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
         give_up_failed()
     by_position = len(args) > 1 and callable(args[1])
     closure = args[1] if by_position else options.get("closure")
-    living = [each for reference in _listeners if (each := reference()) is not None]
-    momenta = [momentum for each in living if (momentum := each.before(optimizer, closure is not None)) is not None]
+    momenta: tuple[Any, ...] = ()
+    for reference in [*_listeners]:  # without a call, in every step
+        if (each := reference()) is not None and (momentum := each.before(optimizer, closure is not None)) is not None:
+            momenta += (momentum,)
     if momenta:
         _under_way.append((weakref.ref(optimizer), frame))
     for momentum in momenta:  # after all have read the optimizer's settings
