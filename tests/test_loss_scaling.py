@@ -186,7 +186,7 @@ def test_a_scaler_need_not_be_told(door: str) -> None:
 def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
     """Train a layer in 16 bits, by updates that stay far from what its weights can hold."""
     ranks.join()
-    torch.manual_seed(0)  # an optimizer's own rounding of a tie may differ from sub()'s
+    torch.manual_seed(0)
     plain, scale = nn.Linear(40, 30, bias=False).to(dtype), 8.0  # a GradScaler takes no gradients of float16
     whole = DistributedDataParallel(plain)
     handle = gradcomp.ddp.attach(whole, "topk:ratio=0.02")
@@ -200,7 +200,7 @@ def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
         # What this rank's own step makes of the weights, in their type.
         assert plain.weight.grad is not None
         plain.weight.grad /= scale
-        meant += (before - before.sub(plain.weight.grad, alpha=1e-3)).double()
+        meant += before.double() - before.sub(plain.weight.grad, alpha=1e-3).double()  # a difference in 16 bits is rounded
         optimizer.step()
     moved = start - plain.weight.detach().double()
     return {"moved": moved, "meant": meant, "residual": handle.residual()["weight"].double()}
