@@ -100,7 +100,6 @@ class Trained:
         """Find the buckets of its layers."""
         self.reducer, self.settings = reducer, ()
         self.buckets = [each for each in reducer.buckets if each.layout.names[0] in self.names]
-        self.waiting = [*self.buckets]
         self.clips = any(each.feedback is not None and each.feedback.clip for each in self.buckets)
 
 
@@ -312,7 +311,9 @@ class StepExchange:
                 start.copy_(starts[name])
         for each in self._every():
             if each.has_begun:
+                waiting = {name for bucket in each.waiting for name in bucket.layout.names}
                 each.find_buckets(new)
+                each.waiting = [bucket for bucket in each.buckets if bucket.layout.names[0] in waiting]
 
     def end(self, optimizer: torch.optim.Optimizer, trained: Trained, scale: float) -> None:
         """Exchange the progress of a step. Of optimizers that call one another, the innermost exchanges a layer's, once."""

@@ -101,6 +101,35 @@ def test_an_optimizer_with_an_inner_one_for_some_layers_exchanges_the_others(fir
         ours.check_equal()
 
 
+class Several(optim.Optimizer):
+    """Steps nothing itself: each half of the layers has an inner optimizer."""
+
+    def __init__(self, weights: Any):
+        weights = [*weights]
+        super().__init__(weights, {})
+        self.inner = [KINDS["sgd"](half) for half in (weights[:2], weights[2:])]
+
+
+def test_an_optimizer_of_several_inner_ones_exchanges_each_layer_once() -> None:
+    """Also in the first step, where the second one is found after the first one's exchange."""
+    ours, theirs = Replicas(ALL, Several, ranks=2), Replicas(None, KINDS["sgd"], ranks=2)
+
+    def step(rank: Replica) -> None:
+        several: Any = rank.optimizer
+        rank.begin(several)
+        for inner in several.inner:
+            rank.step(inner)
+        rank.session.after(several)
+
+    for number in range(4):
+        grads = draw(number, ranks=2)
+        ours.exchange(grads)
+        ours.each(step)
+        ours.check_equal()
+        theirs.step(grads)
+    ours.ends_as(theirs)
+
+
 class Around(optim.SGD):
     """Moves the weights before and after its parent's step, by its own gradient."""
 
