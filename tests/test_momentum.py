@@ -248,25 +248,21 @@ def test_training_with_sgd_is_torchs_own(door: str, name: str) -> None:
         close(found[name], with_sgd(case, steps, broadcasts=door != DDP and "resumed" not in name)[0])
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
-@pytest.mark.parametrize("door", EVERY)
-def test_training_with_adam_that_keeps_its_momentum_is_by_the_mean_of_the_ranks_own_steps(door: str, kind: str) -> None:
-    if kind == "scaled" and door != DDP:
-        return
-    key = ("adam", LEFT) if kind == "plain" else ("adam", LEFT, "scaled")
+# The doors, and what tells one of a door's trainings from its plain one.
+adam_by_doors = pytest.mark.parametrize("door, more", [*((door, ()) for door in EVERY), (DDP, ("scaled",))])
+
+
+@adam_by_doors
+def test_training_with_adam_that_keeps_its_momentum_is_by_the_mean_of_the_ranks_own_steps(door: str, more: Any) -> None:
     for found in outcomes(door):
-        for weights, steps in zip(found[key], (FEW, STEPS), strict=True):
+        for weights, steps in zip(found[("adam", LEFT, *more)], (FEW, STEPS), strict=True):
             close(weights, with_adam(steps, door != DDP, hidden=False))
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
-@pytest.mark.parametrize("door", EVERY)
-def test_training_with_adam_is_by_a_momentum_of_the_ranks_steps_without_one(door: str, kind: str) -> None:
-    if kind == "scaled" and door != DDP:
-        return
-    key = ("adam", SPEC) if kind == "plain" else ("adam", SPEC, "scaled")
+@adam_by_doors
+def test_training_with_adam_is_by_a_momentum_of_the_ranks_steps_without_one(door: str, more: Any) -> None:
     for found in outcomes(door):
-        close(found[key][0], with_adam(FEW, door != DDP, hidden=True))
+        close(found[("adam", SPEC, *more)][0], with_adam(FEW, door != DDP, hidden=True))
 
 
 @pytest.mark.parametrize("door", EVERY)

@@ -81,12 +81,12 @@ def leave_out_on_all(kind: Any, spec: str | None) -> Tensor:
     return run.weights
 
 
-def accumulate(kind: Any, spec: str | None, exchanges: int = 1) -> Tensor:
+def accumulate(kind: Any, spec: str | None, exchanges: int = 1, parts: int = 3) -> Tensor:
     run = made(kind, spec)
     for _ in range(STEPS):
         run.optimizer.zero_grad()
-        for part in range(3):
-            with contextlib.nullcontext() if part >= 3 - exchanges else run.whole.no_sync():
+        for part in range(parts):
+            with contextlib.nullcontext() if part >= parts - exchanges else run.whole.no_sync():
                 run.backward()
         run.optimizer.step()
     return run.weights
@@ -98,14 +98,7 @@ def accumulate_in_all_passes(kind: Any, spec: str | None) -> Tensor:
 
 def accumulate_unevenly(kind: Any, spec: str | None) -> Tensor:
     """Run other passes on each rank, all but the last in no_sync()."""
-    run = made(kind, spec)
-    for _ in range(STEPS):
-        run.optimizer.zero_grad()
-        for part in range(2 + rank()):
-            with contextlib.nullcontext() if part == 1 + rank() else run.whole.no_sync():
-                run.backward()
-        run.optimizer.step()
-    return run.weights
+    return accumulate(kind, spec, parts=2 + rank())
 
 
 def close(kind: Any, spec: str | None) -> Tensor:

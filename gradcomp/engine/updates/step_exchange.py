@@ -149,23 +149,16 @@ class StepExchange:
         return found
 
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
-        params = [each for group in optimizer.param_groups for each in group["params"]]
-        names = frozenset(self._names[id(each)] for each in params if id(each) in self._names)
-        if not names:
+        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        if self._names.keys().isdisjoint(group_of):
             return None
         momentum = HiddenMomentum(optimizer, given, self._names, steps.exchanged())
-        momenta = {
-            self._names[id(each)]: momentum.of(group)
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if id(each) in self._names
-        }
-        number = next((i for i, each in enumerate(self._sets) if each.keys() == names), len(self._sets))
+        momenta = {name: momentum.of(group_of[number]) for number, name in self._names.items() if number in group_of}
+        number = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[number : number + 1] = [momenta]
-        self._latest |= dict.fromkeys(names, weakref.ref(optimizer))
-        found = Trained(number, names, momentum, is_new=self.has_moments)
-        own = {id(each) for each in params}
-        found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in own]
+        self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
+        found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
+        found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
         if before is not None:
             found.is_new, found.exchanges = before.is_new, before.exchanges
         self.parts = self._divide()

@@ -119,8 +119,7 @@ def test_a_closure_that_fails_has_seen_all_settings_and_its_step_is_given_up() -
 
 def test_a_step_that_fails_is_given_up_before_the_next_one() -> None:
     """Steps that one calls are no failed ones."""
-    seen = list[Any]()
-    inner, broken, outer = sgd(), sgd(), sgd()
+    seen, inner = list[Any](), sgd()
 
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
