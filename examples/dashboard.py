@@ -37,8 +37,8 @@ def whole(file: Path) -> Iterator[dict[str, Any]]:
 
 def draw(ranks: dict[str, Records], path: Path) -> None:
     """Draw six panels, of all ranks where they differ, else of the first one."""
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    (bytes_, seconds, density), (residual, age, error) = axes
+    figure, axes = plt.subplots(1, 5, figsize=(22, 4), layout="constrained")
+    bytes_, seconds, density, residual, age = axes
     first = next(iter(ranks.values()))
     steps = [record["step"] for record in first]
     bytes_.set_title("dense / sent bytes")
@@ -55,10 +55,6 @@ def draw(ranks: dict[str, Records], path: Path) -> None:
     for i, bucket in enumerate(first[-1]["buckets"]):
         if "age" in bucket:
             age.plot(steps, [record["buckets"][i]["age"] for record in first], label=f"{bucket['layers'][0]} ...")
-    error.set_title("a step's update beside dense")
-    compared = [record for record in first if "cosine" in record]
-    for name in ("cosine", "relative_error"):
-        error.plot([record["step"] for record in compared], [record[name] for record in compared], label=name)
     for panel in axes.flat:
         panel.set_xlabel("step")
         panel.set_ylim(bottom=0)

@@ -388,10 +388,10 @@ class Chooser:
     def _install(self, candidate: Candidate) -> bool:
         """Install a candidate, on all ranks in the same turn. Return False if it does not suit the training."""
         if candidate.spec == self._present.spec:
-            self._session.replace(None, candidate.stock)
+            self._session.resume.change(None, candidate.stock)
         else:
             try:
-                self._session.replace(make(candidate.spec), candidate.stock)
+                self._session.resume.change(make(candidate.spec), candidate.stock)
             except ValueError as error:  # on all ranks alike
                 self._refused[candidate] = str(error)
                 return False

@@ -100,7 +100,7 @@ class Handle:
         Returns:
             The residual by parameter name, in the parameters' shapes. It is zero where there is no error feedback.
         """
-        return self._session.residual()
+        return self._session.resume.residual()
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. All ranks call it, between two steps.
@@ -121,10 +121,10 @@ class Handle:
         (compressor, auto), before = beginning_of(spec), self._session.turns
         self._choose(auto)
         try:
-            self._session.refuse("change()")
+            self._session.note("change()")
             if self._session.updates.in_step and in_closure():
                 raise RuntimeError(IN_STEP.format(event="change()"))
-            self._session.replace(compressor)
+            self._session.resume.change(compressor)
             if self._session.turns is not None:  # the session may have added error feedback, for the residual
                 self._session.turns.restart(self._session.spec)
         except BaseException:
@@ -148,7 +148,7 @@ class Handle:
         Example:
             >>> torch.save(handle.state_dict(), f"rank-{rank}.pt")
         """
-        return self._session.state_dict()
+        return self._session.resume.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec, or auto, and the same model. All ranks call it, between two steps.
@@ -165,4 +165,4 @@ class Handle:
         Example:
             >>> handle.load_state_dict([torch.load(f"rank-{rank}.pt") for rank in range(world)])
         """
-        self._session.load_state_dict(state, None if self._session.turns is None else make)
+        self._session.resume.load_state_dict(state, None if self._session.turns is None else make)

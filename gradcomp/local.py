@@ -22,14 +22,14 @@ from gradcomp.engine.bucket import GRADIENT_TYPES
 from gradcomp.engine.fragments import (
     Buffers,
     Fragment,
-    LocalDoor,
-    LocalSession,
     RollCall,
     divided,
     take_those_of_rank_0,
     with_those_gone,
 )
+from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot, Slots, check_optimizer
 from gradcomp.engine.updates.steps import calling_scaler, inform, warn_user
 from gradcomp.networks import Connection
@@ -151,9 +151,10 @@ class LocalSteps:
         self._check_parameters()
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
         self._roll_call = RollCall(self._network)
-        door = LocalDoor(agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}")
+        terms = f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
+        door = Door(agreed={"local steps": terms})
         self._fragments = [
-            Fragment(part, LocalSession(compressor, slots, self._network, Options(seed=seed + i), door))
+            Fragment(part, Session(compressor, slots, self._network, Options(seed=seed + i), door))
             for i, part in enumerate(divided(weights, count))
             for slots in [Slots([Slot(name, each.shape, each.device) for name, each in part.items()])]
         ]

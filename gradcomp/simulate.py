@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.context import layer_rates
+from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.phases import Door
 from gradcomp.engine.plan import checked_shapes
@@ -82,7 +85,10 @@ class Simulation:
         self._optimizer, self._layer_of = optimizer, {id(each): name for name, each in named.items()}
         options, door = Options(bucket_mb, seed, memory=Memory()), Door(has_rates=optimizer is not None)
         first = Session(make(spec), slots, networks[0], options, door)
-        self._sessions = [first, *(_OtherRank(first, network) for network in networks[1:])]
+        self._sessions = [first]
+        for rank, network in enumerate(networks[1:], 1):
+            checks = replace(options, delivery=functools.partial(_Check, first, rank))
+            self._sessions.append(Session(first.compressor, slots, network, checks, door))
         self.bytes_sent = [0] * world
 
     def change(self, spec: str | Compressor) -> None:
@@ -92,7 +98,7 @@ class Simulation:
             spec: "name:knob=value", or a compressor.
         """
         compressor = make(spec)
-        self._together([session.replacing(compressor) for session in self._sessions])
+        self._together([session.resume.changing(compressor) for session in self._sessions])
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """Run one step, and return the mean update by name.
@@ -126,11 +132,11 @@ class Simulation:
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
-        return self._sessions[rank].residual()
+        return self._sessions[rank].resume.residual()
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that the next step depends on, of all ranks."""
-        shares = {rank: session.share() for rank, session in enumerate(self._sessions)}
+        shares = {rank: session.resume.share() for rank, session in enumerate(self._sessions)}
         return state.pack(self._sessions[0].spec, len(shares), shares)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -144,7 +150,7 @@ class Simulation:
         Raises:
             ValueError: The state does not fit, or is damaged. Nothing of it is loaded.
         """
-        self._together([session.loading(state) for session in self._sessions])
+        self._together([session.resume.loading(state) for session in self._sessions])
 
     def stats(self) -> Stats:
         """Return figures of the last step on rank 0."""
@@ -179,7 +185,8 @@ class Simulation:
         for reducer, of_rank in zip(reducers, grads, strict=True):
             for name, grad in of_rank.items():
                 if grad is not None:
-                    reducer.ready(slots[name], grad.contiguous())
+                    given = grad.detach().reshape(-1).to(self._device, torch.float32, copy=True)  # which the exchange consumes
+                    reducer.ready(slots[name], given)
         for reducer in reducers:
             reducer.start_all()
         while [reducer for reducer in reducers if reducer.advance()]:
@@ -245,32 +252,25 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
-class _ComparingReducer(Reducer):
-    """The reducer of a rank after the first. It compares updates with those of the first, in place of writing them."""
+class _Check(Delivery):
+    """The delivery of a rank after the first. It compares means with those of the first, in place of writing them."""
 
-    def _deliver(self, bucket: Bucket, update: Update) -> None:
+    def __init__(self, first: Session, rank: int, buckets: Sequence[Bucket], slots: Mapping[str, Slot]):
+        super().__init__(buckets, slots)
+        self._first, self._rank, self._of = first, rank, slots
+
+    def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         for name, of_layer in bucket.layout.views(update.flat).items():
-            expected = self.slots[name].update
+            expected = self._of[name].update
             assert expected is not None
             if not _are_equal(expected, of_layer) and not (
                 _is_marked(expected, update) and _are_equal(expected[1:], of_layer[1:])
             ):
                 raise RuntimeError(
-                    f"rank {self.network.world.rank} has another update of {name!r} than rank 0: {bucket.compressor} is not "
-                    "deterministic"
+                    f"rank {self._rank} has another update of {name!r} than rank 0: {bucket.compressor} is not deterministic"
                 )
 
-
-class _OtherRank(Session):
-    """The session of a rank after the first. A step that failed is the same one on all ranks: they share the delivery."""
-
-    reducer_class = _ComparingReducer
-
-    def __init__(self, first: Session, network: MemoryNetwork):
-        self._first = first
-        super().__init__(first.compressor, first.slots, network, first.options, first.door)
-
-    def _make_reducer(self, compressor: Compressor) -> Reducer:
-        reducer = super()._make_reducer(compressor)
-        reducer.deliveries = self._first.reducer.deliveries
-        return reducer
+    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
+        """Add updates back after a step that failed, which is the same one on all ranks."""
+        (delivery,) = self._first.reducer.deliveries.values()
+        delivery.add_back(buckets, scale, step)

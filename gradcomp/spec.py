@@ -18,7 +18,7 @@ from gradcomp.core.by_host import ByHost
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.wrapper import Wrapper
-from gradcomp.engine.stages.feedback import Feedback, with_feedback
+from gradcomp.engine.feedback import Feedback, with_feedback
 from gradcomp.knobs import knob
 
 

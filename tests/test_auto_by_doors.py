@@ -108,9 +108,9 @@ def restored(door: str) -> Tensor:
         if door == ALONE:
             next(run.data)
         else:
-            run.handle._session.commit()
+            run.handle._session.resume.commit()
             run.backward()
-            run.handle._session.roll_back()
+            run.handle._session.resume.roll_back()
             run.optimizer.load_state_dict(run.optimizer.state_dict())  # drops the handles of the step
         return run.train(3)
 

@@ -22,7 +22,7 @@ from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.orq import Orq
 from gradcomp.compressors.topk import TopK
 from gradcomp.core.by_host import ByHost
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.knobs import Knob, knob
 from gradcomp.spec import KNOB_CLASSES, kind_of
 

@@ -161,18 +161,18 @@ def test_a_step_of_a_gpt_takes_few_operations_more_than_ddps(
                 session.begin()
                 for buffer in buffers:
                     session.updates.gradients.add((buffer,))
-                if (poison := session.end_local_backward()) is not None:
+                if (poison := session.steps.end_backward()) is not None:
                     buffers[-1][:1].add_(poison)
                 session.updates.note_backward()
             with counted(emulator) as of_start:
-                momentum = session.before(optimizer)
+                momentum = session.steps.before(optimizer)
                 assert momentum is not None
                 momentum.hide()
             with torch.no_grad():
                 for parameter in named.values():
                     parameter.sub_(0.01)
             with counted(emulator) as of_exchange:
-                session.after(optimizer)
+                session.steps.after(optimizer)
             if step < FIRST_STEPS:
                 continue
             parts = (of_backward, of_start, of_exchange)

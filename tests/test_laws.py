@@ -16,7 +16,7 @@ from specs import ALL, promised
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 
 WORLDS = [1, 2, 3, 4, 8]
 # Numbers of ranks for the emulator, which is slow and does not know them, and for laws that hardly depend on them.

@@ -9,7 +9,7 @@ import pytest
 import gradcomp
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.topk import TopK
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 
 
 def test_specs_make_their_compressors() -> None:

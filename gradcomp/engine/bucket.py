@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
 from gradcomp.core.requests import World
 from gradcomp.engine.context import StepContext
+from gradcomp.engine.feedback import Feedback, cut_factors
+from gradcomp.engine.health import INTERVAL, Health
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.feedback import Feedback, Residual
-from gradcomp.engine.stages.health import Health
-from gradcomp.engine.stages.stage import Accumulation, Stage
-from gradcomp.engine.updates.progress import Progress, StepRule
+from gradcomp.engine.updates.progress import Progress, Statistics
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.streams import Streams
@@ -28,15 +28,14 @@ GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Bucket:
     """Layers that are exchanged together.
 
-    feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
-    slots: of the layers, where the bucket exchanges updates of their weights; None where it exchanges gradients.
+    feedback: the wrapper around the compressor; None around an exact one.
+    slots: of the layers, where the bucket exchanges updates of their weights; None where it is given its arrays.
 
-    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so far.
-    grads: the gradients that are ready. ordered_grads: of the step under way, in the order of the layers. count: the number of
-    layers. running: the exchange under way. has_started: an exchange has begun in this step. answer: waits for the reply to
-    the latest request. round: requests made so far. streams: those with work on the bucket. traits: of the compressor with its
-    error feedback. keeps_residual: unsent entries stay for the next step. of_weights: it exchanges updates of weights.
-    progress: of the weights, or of gradients with a momentum of the spec's; None for others.
+    progress: what stays from step to step; None where nothing does. flat: what the compressor takes from then. inner:
+    the compressor's state. steps: begun so far. grads: those that are ready. ordered_grads: of the step under way, in the
+    order of the layers. count: of the layers. running: the exchange under way. has_started: an exchange has begun in this
+    step. answer: waits for the reply to the latest request. round: requests so far. streams: those with work on the bucket.
+    traits: of the compressor with its error feedback. of_weights: it exchanges updates of weights.
     """
 
     def __init__(
@@ -52,26 +51,21 @@ class Bucket:
         for slot in slots or ():
             if slot.parameter is not None:
                 check_type(slot.parameter, f"the parameter {slot.name!r}")
-        self.stages: list[Stage] = []
-        if feedback is not None:
-            self.stages = feedback.stages() if slots is None else feedback.stages_of_updates()
-        self.states: dict[str, Any] = {stage.name: stage.init(layout, seed) for stage in self.stages}
-        self._prepares = [(each.prepare, self.states[each.name]) for each in self.stages]
-        self._arounds = [(each.interval, each.around, self.states[each.name]) for each in self.stages if each.interval]
         self.traits = compressor.traits if feedback is None else feedback.traits
-        self.of_weights = slots is not None and feedback is not None
-        self.keeps_residual = feedback is not None and (feedback.feedback or self.of_weights or feedback.set_momentum > 0)
-        kept: Any = self.states.get(Residual.name)
-        self.residual: Tensor = torch.zeros(layout.total, device=layout.device) if kept is None else kept.residual
-        self.inner: Any = compressor.init(layout, seed)
-        self.frozen = FrozenLayers(layout, self.residual)
+        self.of_weights = slots is not None
         self.progress: Progress | None = None
-        if feedback is not None and (slots is not None or feedback.set_momentum):
-            self.progress = Progress(layout, self.residual, seed, slots)
-            if slots is None and feedback.given_momentum is not None:
-                self.progress.rule = StepRule(feedback.given_momentum)
-            self.progress.selects, self.progress.keeps_rest = self.traits.selects, feedback.feedback
-            self.progress.flag, self.progress.moments, self.progress.peaks = kept.flag, kept.moments, kept.peaks
+        self.flat = torch.empty(0, device=layout.device)
+        self._statistics: Statistics | None = None
+        self.health: Health | None = None
+        if feedback is not None and (slots is not None or feedback.feedback or feedback.set_momentum):
+            self.progress = Progress(layout, feedback, seed, slots)
+            self.frozen = FrozenLayers(layout, self.progress.residual)
+            if feedback.feedback and not feedback.inner.traits.shares_residual:
+                self.health = Health(feedback, layout.names)
+        else:
+            self.flat = torch.zeros(layout.total, device=layout.device)
+            self._statistics = None if feedback is None else Statistics(layout, feedback.inner.traits)
+        self.inner: Any = compressor.init(layout, seed)
         self.steps = 0
         self.grads: dict[str, Tensor] = {}
         self.ordered_grads: Sequence[Tensor] = ()
@@ -81,12 +75,6 @@ class Bucket:
         self.answer: Answer | None = None
         self.round = 0
         self.streams = Streams(layout.device)
-
-    @property
-    def health(self) -> dict[str, Any] | None:
-        """The figures of the residual's health, and the layers; None where nothing was measured."""
-        measured = self.states.get(Health.name)
-        return {"layers": list(self.layout.names), **measured.figures} if measured and measured.figures else None
 
     def complete(self) -> None:
         """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
@@ -106,50 +94,55 @@ class Bucket:
             self.streams.clear()
 
     def collect(self, context: StepContext) -> Acc:
-        """Make the acc of a step: from the gradients and the residual, or from the progress of the weights."""
-        if self.feedback is None:
+        """Make the acc of a step: from the gradients alone, or from the residual and what the step adds to it."""
+        if not self.of_weights:
             self.ordered_grads = [*map(self.grads.__getitem__, self.layout.names)]
-            kernels.flatten(self.ordered_grads, self.residual)
-            return Acc(self.residual, context.memory)
+        if self.feedback is None:
+            kernels.flatten(self.ordered_grads, self.flat)
+            return Acc(self.flat, context.memory)
         if self.streams.has_streams and self.streams.are_captured:
             raise RuntimeError(
                 f"{self.feedback} counts its steps on the host, and a CUDA graph would repeat the captured step's number; "
                 "capture forward and backward passes without the exchange, or use dense or blocks"
             )
         frozen = context.frozen(self.layout) if context.frozen_layers else ()
+        if self.progress is None:
+            return self._collect_gradients(context, frozen)
         if frozen or self.frozen.residuals:
             self.frozen.put_back(frozen)
             self.frozen.set_aside(frozen)
         if self.of_weights:
-            return self._collect_progress(context, frozen)
-        self.ordered_grads = [*map(self.grads.__getitem__, self.layout.names)]
-        accumulation = Accumulation(
-            self.ordered_grads,
-            self.layout,
-            self.residual,
-            self.states[Residual.name].flag,
-            context.memory,
-            self.feedback.residual_factor,
-        )
-        for prepare, state in self._prepares:
-            prepare(accumulation, state, context)
-        if self.progress is not None:
-            return self._collect_progress(context, frozen, accumulation.cut())
-        accumulation.run()
-        return accumulation.acc(context.rates(self.layout), frozen)
+            return self.progress.offer(context, self.steps, frozen)
+        if (scales := self._clip(context)) is not None:
+            torch._foreach_mul_([*self.ordered_grads], [*scales.unbind()])
+        return self.progress.offer_given(self.ordered_grads, context, frozen)
 
-    def _collect_progress(self, context: StepContext, frozen: Sequence[int], grads: Sequence[Tensor] = ()) -> Acc:
-        """Offer the progress of the weights, or of gradients, whose ages are saved with the residual."""
-        progress, kept = self.progress, self.states[Residual.name]
-        assert progress is not None and self.feedback is not None
-        progress.ages = kept.ages
-        decay = self.feedback.decay
-        if self.of_weights:
-            acc = progress.offer(context, self.steps, decay, frozen)
-        else:
-            acc = progress.offer_of_gradients(grads, context, decay, frozen)
-        kept.ages = progress.ages
-        return acc
+    def _collect_gradients(self, context: StepContext, frozen: Sequence[int]) -> Acc:
+        found = self._statistics
+        assert found is not None
+        flag, moments, peaks = found.flag, found.moments, found.peaks
+        scales = self._clip(context)
+        kernels.accumulate(
+            self.ordered_grads,
+            self.flat,
+            flag,
+            scales=scales,
+            moments=moments,
+            peaks=peaks,
+            residual_factor=0.0,
+            memory=context.memory,
+        )
+        spans = self.layout.spans_of(frozen) if frozen else ()
+        return Acc(self.flat, context.memory, None, flag, moments, context.rates(self.layout), peaks, spans)
+
+    def _clip(self, context: StepContext) -> Tensor | None:
+        """Return the factors that cut each layer's gradient to clip / sqrt(ranks); None without a clip."""
+        feedback = self.feedback
+        if feedback is None or not feedback.clip:
+            return None
+        squares = torch.zeros(self.count, dtype=torch.float64, device=self.layout.device)
+        kernels.sum_squares(self.ordered_grads, squares, context.memory)
+        return cut_factors(feedback.clip / math.sqrt(context.world.size), squares, feedback.clip_by == "model")
 
     def exchange(self, acc: Acc, world: World) -> Steps:
         """Start the exchange of a step."""
@@ -158,9 +151,8 @@ class Bucket:
             compressor = feedback.compressor_after(self.steps)
         self.steps += 1
         steps = compressor.exchange(acc, self.inner, world)
-        for every, around, state in self._arounds:
-            if self.steps % every == 0:
-                steps = around(steps, acc, state)
+        if self.health is not None and self.steps % INTERVAL == 0:
+            steps = self.health.around(steps, acc)
         if self.of_weights and self.progress is not None and self.progress.noise.own is not None:
             steps = self.progress.noise.compare(steps, world)
         return steps
@@ -176,26 +168,20 @@ class Bucket:
 
     def copied_residual(self) -> dict[str, Tensor]:
         """Copy the residual by layer, if it stays from step to step. A step under way goes on as without this."""
-        if not self.keeps_residual:
+        if self.progress is None:
             return {}
         return {name: self.frozen.residual_of(layer) for layer, name in enumerate(self.layout.names)}
 
     def empty(self) -> None:
         """Empty the residual."""
-        self.frozen.residuals.clear()
-        self.residual.zero_()
-        if (ages := self.states[Residual.name].ages) is not None:
-            ages.zero_()
-
-    def make_ages(self) -> None:
-        """Begin to count ages, of all that waits as of a moment that is about to join it: at once, it would be a long step."""
-        kept = self.states[Residual.name]
-        if kept.ages is None and self.progress is not None and self.progress.selects:
-            kept.ages = torch.zeros(self.layout.total, dtype=torch.uint8, device=self.layout.device)
+        if self.progress is not None:
+            self.frozen.residuals.clear()
+            self.progress.empty()
 
     def put_back(self) -> None:
         """Put the residuals of frozen layers back. The next step sets them aside again."""
-        self.frozen.put_back()
+        if self.progress is not None:
+            self.frozen.put_back()
 
 
 class FrozenLayers:

@@ -64,10 +64,10 @@ class Delivery:
             return
         verdicts = self._joined()
         for bucket in buckets:
-            if bucket.keeps_residual:
+            if bucket.progress is not None:
                 kernels.add_back(
                     self._targets(bucket),
-                    bucket.residual,
+                    bucket.progress.residual,
                     verdicts[bucket.layout.device],
                     self._place[bucket.index],
                     scale,

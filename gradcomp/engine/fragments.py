@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.core.requests import Reduce
-from gradcomp.engine.phases import Door
 from gradcomp.engine.session import Session
 from gradcomp.networks import Answer, Connection
 
@@ -70,13 +68,13 @@ class Fragment:
             "weights": {name: each.detach().clone() for name, each in self.weights.items()},
             "starts": {name: each.clone() for name, each in self.starts.items()},
             "outer": copy.deepcopy(self._outer.state_dict()),
-            "exchange": self.session.state_dict(),
+            "exchange": self.session.resume.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
         """Continue from the states of all ranks, and this rank's own, if it has one."""
-        self.session.load_state_dict([each["exchange"] for each in states])
+        self.session.resume.load_state_dict([each["exchange"] for each in states])
         for name, weight in self.weights.items():
             self.starts[name].copy_(states[0]["starts"][name])
             weight.copy_(self.starts[name] if own is None else own["weights"][name])
@@ -195,16 +193,3 @@ def divided(weights: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[
         parts[part][name] = each
         before += each.numel()
     return parts
-
-
-@dataclass
-class LocalDoor(Door):
-    """The door of local steps. agreed: the numbers that must be equal on all ranks."""
-
-    agreed: str = ""
-
-
-class LocalSession(Session):
-    def _terms(self) -> dict[str, str]:
-        assert isinstance(self.door, LocalDoor)
-        return {**super()._terms(), "local steps": self.door.agreed}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.slots import Slot
 
 _FAILED = (
@@ -22,28 +23,24 @@ class Phase(Enum):
     after a step that failed.
     """
 
-    UNMET, IDLE, BACKWARD, FAILED = "unmet", "idle", "backward", "failed"
+    UNMET, IDLE, EXCHANGING, FAILED = "unmet", "idle", "exchanging", "failed"
 
 
-# The phases in which an event is refused, and the message. A network that is initialised anew returns every session to UNMET.
-# A gradient leads to BACKWARD, the end of a step to IDLE. A meeting leads from UNMET to IDLE, an error in a step to FAILED, and
-# load_state_dict() and a rollback from any phase to UNMET. Where updates are exchanged, all of it happens after the optimizer's
-# step, and a gradient leads nowhere.
-REFUSED: Mapping[str, Mapping[Phase, str]] = {
-    "a gradient": {Phase.FAILED: _FAILED},
-    "the end of a step": {Phase.FAILED: _FAILED},
+# What each event leads to, by phase: another phase, or a message that refuses it. Where nothing stands, the phase stays. A
+# network that is initialised anew returns every session to UNMET. Where updates are exchanged, all of it happens after the
+# optimizer's step, and no gradient comes as an event.
+_BETWEEN_STEPS: Mapping[Phase, Phase | str] = {Phase.FAILED: _FAILED, Phase.EXCHANGING: IN_STEP}
+TRANSITIONS: Mapping[str, Mapping[Phase, Phase | str]] = {
+    "a gradient": {Phase.UNMET: Phase.EXCHANGING, Phase.IDLE: Phase.EXCHANGING, Phase.FAILED: _FAILED},
+    "the end of a step": {Phase.EXCHANGING: Phase.IDLE, Phase.FAILED: _FAILED},
     "the optimizer's step": {Phase.FAILED: _FAILED},
-    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
-    "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
-    "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
-    "commit()": {Phase.FAILED: _FAILED, Phase.BACKWARD: IN_STEP},
+    "a failure": dict.fromkeys(Phase, Phase.FAILED),
+    "a new start": dict.fromkeys(Phase, Phase.UNMET),
+    "change()": _BETWEEN_STEPS,
+    "watch()": _BETWEEN_STEPS,
+    "state_dict()": _BETWEEN_STEPS,
+    "commit()": _BETWEEN_STEPS,
 }
-
-
-def refuse(event: str, phase: Phase, reason: str, remedy: str) -> None:
-    """Raise an error if a phase refuses an event. reason: of a step that failed. remedy: ends the refusal after it."""
-    if (message := REFUSED[event].get(phase)) is not None:
-        raise RuntimeError(message.format(event=event, reason=reason) + (remedy if phase is Phase.FAILED else ""))
 
 
 @dataclass
@@ -55,6 +52,7 @@ class Door:
     step if the ranks must meet first, since ranks hand them in in orders of their own. has_optimizers: a spec that acts on
     updates exchanges them after the steps of the user's optimizers. needs_gradients: a step without a gradient from the
     framework is none of a training, and one whose backward pass has not ended yet ends it, and calls another one.
+    exchanges_gradients: the door does so itself, and the session only updates. agreed: what else must be equal on all ranks.
     """
 
     unknown: str = "a gradient of shape {shape} belongs to no known parameter"
@@ -64,6 +62,12 @@ class Door:
     needs_gradients: bool = False
     has_rates: bool = False
     name: str = ""
+    exchanges_gradients: bool = False
+    agreed: dict[str, str] = field(default_factory=dict)
+
+    def acts_on_updates(self, compressor: Compressor) -> bool:
+        """Decide whether a compressor exchanges the updates of the user's optimizers."""
+        return self.has_optimizers and compressor.traits.acts_on_updates
 
     def start_stock_allreduce(self, slot: Slot) -> None:
         """Start the stock framework's exchange of a gradient, for a door that hands gradients in before it knows who does."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradcomp.core.compressor import Compressor, Layer, Layout
-from gradcomp.engine.stages.feedback import Feedback, with_feedback
+from gradcomp.engine.feedback import Feedback, with_feedback
 
 # The most entries of a bucket: kernels number them in 31 bits and a sign.
 MOST_ENTRIES = 2**31 - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -40,12 +40,13 @@ class Options:
     """The options that a door passes on from its user.
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
-    their index. memory: the lender of scratch and updates, a new one by default.
+    their index. memory: the lender of scratch and updates, a new one by default. delivery: makes what delivers a part's means.
     """
 
     bucket_mb: float = BUCKET_MB
     seed: int = 0
     memory: Memory | None = None
+    delivery: Callable[[Sequence[Bucket], Mapping[str, Slot]], Delivery] = Delivery
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -109,6 +110,7 @@ class Reducer:
     ):
         self.network, self.slots, self.parts, self.on_updates = network, slots, parts, on_updates
         self.layers = {name: slot.layer for name, slot in slots.items()}
+        self.entries = sum(layer.size for layer in self.layers.values())
         self.observer: Any = None
         self.clock: StepClock | None = None
         self.rates_need = compressor.traits.rates
@@ -123,17 +125,15 @@ class Reducer:
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
             for i, each in enumerate(planned)
         ]
-        self.keeps_residual = self._keeps_residual()
+        self.keeps_residual = any(bucket.progress is not None for bucket in self.buckets)
         # Where a frozen layer's zeros share groups with other entries, or its residual waits.
         self._rounds_or_keeps = any(bucket.feedback is not None for bucket in self.buckets)
-        # A residual, or a momentum of the spec's, stays from step to step.
-        self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
         # A step applies, or skips, the updates of a part as one: each part has a delivery for them.
         self._part_of = [parts[bucket.layout.names[0]] if parts else 0 for bucket in self.buckets]
         self._groups = {
             n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
         }
-        self.deliveries = {n: Delivery(buckets, slots) for n, buckets in self._groups.items()} if not on_updates else {}
+        self.deliveries = {n: options.delivery(buckets, slots) for n, buckets in self._groups.items()} if not on_updates else {}
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
@@ -148,10 +148,6 @@ class Reducer:
         """The momentum that the spec sets in place of the optimizers'."""
         found = [each.feedback.given_momentum for each in self.buckets if each.feedback is not None]
         return next((each for each in found if each is not None), None)
-
-    def _keeps_residual(self) -> bool:
-        """True if unsent entries of any bucket stay from step to step."""
-        return any(bucket.keeps_residual for bucket in self.buckets)
 
     @property
     def part_numbers(self) -> list[int]:
@@ -171,7 +167,7 @@ class Reducer:
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note layers' gradients, and start each bucket with its last one.
 
-        grads: contiguous. They must not change before their updates are delivered.
+        grads: contiguous. They must not change before their updates are delivered. Where a residual stays, they are consumed.
         """
         for slot, grad in zip(slots, grads, strict=True):
             name = slot.name
@@ -291,6 +287,11 @@ class Reducer:
         """Decide whether the last step has failed. This waits for a device if there is one."""
         return any(each.has_failed(self._step - 1) for each in self.deliveries.values())
 
+    def note_sent(self, sent: int, between_hosts: int) -> None:
+        """Count bytes that no bucket has sent. between_hosts: of them to other hosts."""
+        self._sent += sent
+        self._sent_between_hosts += between_hosts
+
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
@@ -321,11 +322,7 @@ class Reducer:
             bucket.complete()
         context = self._context or self._begin_step()
         with _range("accumulate", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
-            if self.observer is not None:
-                self.observer.before(bucket)
             acc = bucket.collect(context)
-            if self.observer is not None:
-                self.observer.collected(bucket)
         with _range("select", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
             bucket.round, bucket.running = 0, bucket.exchange(acc, context.world)
             self._resume(bucket, None)
@@ -379,7 +376,7 @@ class Reducer:
     @property
     def bytes_dense(self) -> int:
         """The bytes of all gradients as float32."""
-        return 4 * sum(layer.size for layer in self.layers.values())
+        return 4 * self.entries
 
     def stats(self) -> Stats:
         """Return figures of the last step."""
@@ -388,7 +385,11 @@ class Reducer:
         stats: Stats = {
             "exchanges": self.exchanges,
             "grad_norm": None,
-            "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
+            "health": [
+                {"layers": list(each.layout.names), **each.health.figures}
+                for each in self.buckets
+                if each.health is not None and each.health.figures
+            ],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
             "overlap": not (self.on_updates or any(bucket.traits.whole_model for bucket in self.buckets)),

@@ -20,6 +20,14 @@ _COMPLEX = (
 )
 
 
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor; of another tensor all."""
+    if not hasattr(tensor, "to_local"):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
 class Slot:
     """A layer's place in a model: an exchange reads its gradient here, or gets it handed in, and writes its update here.
 
@@ -106,7 +114,7 @@ class Slots:
     """The slots of a model, in order.
 
     without_gradient: the parameters that need no gradient at set-up, with their names. are_first: of the ranks that have
-    different shards, this one has the first. by_id: the slots by the parameters' id().
+    different shards, this one has the first. by_id: the slots by the parameters' id(). entries: of the whole model.
     """
 
     slots: Sequence[Slot]
@@ -118,6 +126,7 @@ class Slots:
         self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in slots}
         self.parameters = {slot.name: slot.parameter for slot in slots if slot.parameter is not None}
         self.by_id = {id(slot.parameter): slot for slot in slots if slot.parameter is not None}
+        self.entries = sum(slot.layer.size for slot in slots)
 
     def slot(self, parameter: Tensor) -> Slot | None:
         """Find the slot of a parameter."""
@@ -142,10 +151,9 @@ class Slots:
 
     def terms(self) -> dict[str, str]:
         """Describe the properties of the model that must be equal on all ranks."""
-        size = sum(slot.layer.size for slot in self.slots)
         return {
             "parameter names": f"{len(self.slots)}: " + ", ".join(self.layers),
-            "parameter shapes": f"{size} entries: " + ", ".join(slot.describe() for slot in self.slots),
+            "parameter shapes": f"{self.entries} entries: " + ", ".join(slot.describe() for slot in self.slots),
         }
 
 

@@ -1,7 +1,6 @@
 """The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec.
 
-A rank's share holds each stage's part under the stage's name, by layer where it is by layer, and each compressor's own state by
-bucket. The stages save and load their parts themselves.
+A rank's share holds residuals and ages by layer, and each compressor's own state by bucket.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from gradcomp import saved
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slots
-from gradcomp.engine.stages.feedback import Feedback
-from gradcomp.engine.stages.stage import Copy, Share, Shares
+from gradcomp.engine.updates.progress import Copy, Share
 
 # The format of a state. Increase it when a state's content or a knob's default changes. Those since the oldest load, too. Until
 # 9, a residual was of gradients.
 FORMAT, OLDEST = 10, 10
+# The key of residuals and ages in a share's layers.
+_PART = "feedback"
 
 
 class Place(NamedTuple):
@@ -49,9 +50,9 @@ def residual_views(reducer: Reducer) -> dict[str, Tensor]:
     """Slice the residuals into layers, by name. Layers without error feedback are left out."""
     views: dict[str, Tensor] = {}
     for bucket in reducer.buckets:
-        if bucket.keeps_residual:
+        if bucket.progress is not None:
             bucket.put_back()
-            views |= bucket.layout.views(bucket.residual)
+            views |= bucket.layout.views(bucket.progress.residual)
     return views
 
 
@@ -72,7 +73,7 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
         sums: True if updates are sums over the ranks, not means.
         copy: Copies a layer's array.
     """
-    share = _save_stages(reducer, copy)
+    share = _save_progress(reducer, copy)
     for bucket, part, own in zip(reducer.buckets, reducer.part_numbers, share["buckets"], strict=True):
         own["part"] = part
         own["compressor"] = bucket.compressor.save(bucket.inner)
@@ -80,20 +81,16 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
     return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
 
 
-def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
-    """Copy the stages' parts of a share: those by layer, and the others by bucket."""
-    layers: dict[str, dict[str, dict[str, Any]]] = {}
-    buckets: list[dict[str, Any]] = []
+def _save_progress(reducer: Reducer, copy: Copy) -> dict[str, Any]:
+    """Copy residuals and ages, by layer, and the steps of each bucket."""
+    layers: dict[str, dict[str, Tensor]] = {}
     for bucket in reducer.buckets:
         bucket.put_back()
-        own: dict[str, dict[str, Any]] = {}
-        for stage in bucket.stages:
-            part = stage.save(bucket.states[stage.name], bucket.layout, copy)
-            own[stage.name] = dict(part.bucket)
-            for field, values in part.layers.items():
-                layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
-        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own})
-    return {"layers": layers, "buckets": buckets}
+        if bucket.progress is not None:
+            for field, values in bucket.progress.save(copy).items():
+                layers.setdefault(field, {}).update(values)
+    buckets = [{"layers": list(bucket.layout.names), "steps": bucket.steps} for bucket in reducer.buckets]
+    return {"layers": {_PART: layers} if layers else {}, "buckets": buckets}
 
 
 def load_shares(
@@ -118,9 +115,8 @@ def load_shares(
     inner: list[tuple[Bucket, int, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
-        for stage in bucket.stages:
-            ours = [each.part(stage.name, bucket.layout) for each in own]
-            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, taken.factor)))
+        if bucket.progress is not None:
+            loads.append(bucket.progress.load([each.share for each in own], taken.factor))
         loads.append(_load_noise(bucket, own))
         inner.append((bucket, *_load_inner(bucket, own, steps)))
 
@@ -156,33 +152,23 @@ def load_own(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, An
 
 
 class _Reader(NamedTuple):
-    """One rank's share. records: of its buckets, by each of their layers. trusted, partial, prefix: see Share."""
+    """One rank's share. records: of its buckets, by each of their layers."""
 
-    layers: Mapping[str, Any]
+    share: Share
     records: Mapping[str, Mapping[str, Any]]
-    trusted: bool
-    partial: bool = False
-    prefix: str = ""
 
     def record(self, layout: Layout) -> Mapping[str, Any] | None:
-        """Return the record of the bucket with these layers. In a share of another spec, the first layer decides."""
+        """Return the record of the bucket with these layers."""
         found = self.records.get(layout.names[0])
-        return found if found is None or self.partial or tuple(found["layers"]) == layout.names else None
-
-    def part(self, stage: str, layout: Layout) -> Share:
-        """Return a stage's part, as a bucket of these layers loads it."""
-        record, layers = self.record(layout), saved.table_or_empty(self.layers, stage)
-        stages = {} if record is None else saved.table_or_empty(record, "stages")
-        own = None if record is None or (self.partial and stage not in stages) else saved.table_or_empty(stages, stage)
-        return Share(layers, own, self.trusted, self.partial, self.prefix)
+        return found if found is None or tuple(found["layers"]) == layout.names else None
 
 
-def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool, partial: bool = False) -> list[_Reader]:
+def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool) -> list[_Reader]:
     readers = []
     for rank, share in shares.items():
         records = {name: each for each in saved.sequence(share, "buckets") for name in saved.names(each, "layers")}
-        prefix = f"rank {rank}: " if len(shares) > 1 else ""
-        readers.append(_Reader(saved.table_or_empty(share, "layers"), records, trusted, partial, prefix))
+        layers = saved.table_or_empty(saved.table_or_empty(share, "layers"), _PART)
+        readers.append(_Reader(Share(layers, trusted, prefix=f"rank {rank}: " if len(shares) > 1 else ""), records))
     return readers
 
 
@@ -387,10 +373,10 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
 
 def carry(old: Reducer, new: Reducer) -> Reducer:
     """Copy residuals, and the ages of their entries, from one reducer to another with the same layers. Return the new one."""
-    (before,) = _readers({0: _save_stages(old, copy=lambda view: view)}, trusted=True, partial=True)
+    before = Share(_save_progress(old, copy=lambda view: view)["layers"].get(_PART, {}), trusted=True, partial=True)
     for bucket in new.buckets:
-        for stage in bucket.stages:
-            stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))
+        if bucket.progress is not None and before.layers.get("residual", {}).keys() & {*bucket.layout.names}:
+            bucket.progress.load([before], 1.0)()
     new.steps_done = old.steps_done
     return new
 
@@ -413,5 +399,5 @@ def scale_state(reducer: Reducer, factor: float) -> None:
     """Multiply the residuals for another number of ranks, and cut them at the largest magnitude. At 0 all is forgotten."""
     for bucket in reducer.buckets:
         bucket.put_back()
-        for stage in bucket.stages:
-            stage.scale(bucket.states[stage.name], factor)
+        if bucket.progress is not None:
+            bucket.progress.scale(factor)

@@ -235,7 +235,7 @@ def end_backward(session: Session) -> None:
                 found.setdefault(values.device, []).append(values.contiguous())
     for each in found.values() or ([torch.zeros(1)],):  # ranks without a gradient take part, too
         session.updates.gradients.add(each)
-    poison = session.end_local_backward()
+    poison = session.steps.end_backward()
     session.updates.note_backward()
     if first is not None and poison is not None:
         first.as_strided((1,), (1,)).add_(poison.to(first.device))
@@ -313,7 +313,7 @@ class CarrierFree(HorovodDoor):
         session.begin()
         self.begun_in = session.network.generation
         self.scale = float(session.network.world.size) if session.sums else 1.0
-        self._waits = session.turns is not None or self._takes_sparse or not session.has_met
+        self._waits = session.turns is not None or self._takes_sparse or session.membership.met_in is not self.begun_in
         self._under_way.clear()  # a failed step left them
 
     def _make_dense(self, slot: Slot) -> None:

@@ -30,7 +30,7 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer)
-        self._session.commit()
+        self._session.resume.commit()
 
     @property
     def _session(self) -> Session:
@@ -39,11 +39,11 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
 
     def save(self) -> None:
         super().save()
-        self._session.commit()
+        self._session.resume.commit()
 
     def restore(self) -> None:
         super().restore()
-        self._session.roll_back()
+        self._session.resume.roll_back()
 
     def sync(self) -> None:
         self._session.updates.keeps_residuals = True
@@ -52,7 +52,7 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
                 super().sync()
         finally:
             self._session.updates.keeps_residuals = False
-        self._session.sync()
+        self._session.resume.sync()
 
     def _follows_state(self) -> bool:
         """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.

@@ -14,9 +14,9 @@ from torch import Tensor
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce, World
+from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.prediction.recording_network import Bucket, Part, RecordingNetwork
@@ -166,7 +166,7 @@ def _of_updates(
         for bucket, update in zip(reducer.buckets, updates, strict=True):
             assert bucket.progress is not None
             bucket.progress.rule = StepRule(MOMENTUM)
-            bucket.residual.add_(update)
+            bucket.progress.residual.add_(update)
             network.begin(bucket.index)
             bucket.progress.begin()
             reducer.run([bucket])

@@ -16,7 +16,7 @@ from gradcomp.telemetry.observer import Intervals, Record, Writer
 __all__ = ["JsonLines", "TensorBoard", "numbers", "watch"]
 
 
-def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, check: int = 1000) -> None:
+def watch(exchange: Any, *writers: Writer, every: int = 50, check: int = 1000) -> None:
     """Watch a training from its next step on. All ranks call this alike, between two steps; writers may differ.
 
     A second call takes the place of the first.
@@ -25,14 +25,13 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
         exchange: The object whose stats() has the figures of the exchange, or a distributed optimizer with compression.
         writers: Functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
         every: Steps from one record to the next.
-        compare: Steps from one comparison with dense to the next; 0 = none.
         check: Steps from one check of the replicas to the next; 0 = none. If weights differ, all ranks raise an error.
 
     Raises:
         TypeError: exchange or a writer is of a wrong type.
         ValueError: An interval is no whole number of steps, or ranks watch unlike each other.
     """
-    for name, value in {"every": every, "compare": compare, "check": check}.items():
+    for name, value in {"every": every, "check": check}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name == "every"):
             raise ValueError(
                 f"{name}={value!r} must be a whole number of steps{', at least 1' if name == 'every' else ', or 0'}"
@@ -40,7 +39,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"{writer!r} is no writer; pass JsonLines(folder), TensorBoard(folder) or a function of a record")
-    intervals = Intervals(every, compare, check)
+    intervals = Intervals(every, check)
     for holder in (exchange, getattr(exchange, "compression", None), getattr(exchange, "_compression", None)):
         if (begin := getattr(holder, "_watch", None)) is not None:
             begin(writers, intervals)

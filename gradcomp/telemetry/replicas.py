@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.engine.slots import local
 from gradcomp.networks.waits import in_words
 
 # A digest is computed of so many entries at once.
@@ -22,14 +22,9 @@ def digests(weights: Mapping[str, Tensor], counts: bool = True) -> Tensor:
 
     Before them stands whether they count: 1 or 0. counts: False on a rank whose weights lag behind.
     """
-    found = [_digest(_local(weight.detach())) for weight in weights.values()]
+    found = [_digest(local(weight.detach())) for weight in weights.values()]
     device = found[0].device if found else torch.device("cpu")
     return torch.stack([torch.tensor(int(counts), device=device), *(each.to(device) for each in found)])
-
-
-def _local(weight: Any) -> Tensor:
-    """Return the local part of a DTensor; of another tensor all."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
 
 
 def _digest(weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.gs_sgd import GsSgd
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.exchanges import sketched
 
 
@@ -86,7 +86,7 @@ def test_of_what_was_sent_the_momentum_stays() -> None:
     assert 0 < int(sent.sum()) < n
     for rank, reducer in enumerate(simulation._reducers):
         (bucket,) = reducer.buckets
-        assert torch.equal(bucket.states["feedback"].ages == 0, sent)
+        assert torch.equal(bucket.progress.ages == 0, sent)
         assert torch.equal(simulation.residual(rank)["w"], torch.where(sent, 1, 2) * grads[rank])
 
 

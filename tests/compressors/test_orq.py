@@ -11,7 +11,7 @@ from payload_arrays import bytes_by
 
 import gradcomp
 from gradcomp.compressors.orq import Orq
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.native import kernels
 
 

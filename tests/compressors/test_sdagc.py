@@ -15,7 +15,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.sdagc import Capacity, Sdagc, laplace_density, rounded_up
 from gradcomp.core.requests import Field, Payload
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import DELAY
 
@@ -152,7 +152,7 @@ def test_a_layer_below_its_threshold_sends_its_largest_entry() -> None:
 def test_a_layer_without_gradient_sends_nothing(spec: str) -> None:
     simulation, update = one(spec, torch.zeros(50, 50))
     assert not update.any()
-    assert simulation._reducers[0].buckets[0].states["feedback"].flag.item() == 0
+    assert simulation._reducers[0].buckets[0].progress.statistics.flag.item() == 0
 
 
 def test_a_constant_layer_is_not_stuck() -> None:

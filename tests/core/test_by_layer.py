@@ -12,7 +12,7 @@ import gradcomp
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.topk import TopK
 from gradcomp.core.by_layer import ByLayer
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 

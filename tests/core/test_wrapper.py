@@ -18,7 +18,7 @@ from gradcomp.core.by_host import ByHost
 from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.core.requests import World, reduce
 from gradcomp.core.wrapper import Wrapper
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
 

@@ -44,12 +44,12 @@ def update(ranks: list[Rank]) -> None:
 
 
 def sync(ranks: list[Rank]) -> list[Any]:
-    return together(ranks, lambda rank: rank.session.sync())
+    return together(ranks, lambda rank: rank.session.resume.sync())
 
 
 def commit(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.session.commit()
+        rank.session.resume.commit()
 
 
 @pytest.mark.parametrize("old,new", [(4, 3), (4, 2), (2, 3), (1, 2)])
@@ -108,12 +108,12 @@ def test_a_rank_that_joins_forgets_the_files_that_its_script_has_loaded() -> Non
     """An elastic job runs the whole script on a rank that joins, also the lines that load the last files."""
     ranks = start(2, SPEC)
     steps(ranks, 3)
-    files = [rank.session.state_dict() for rank in ranks]
+    files = [rank.session.resume.state_dict() for rank in ranks]
     steps(ranks, 3)
     commit(ranks)
     before = [rank.residual for rank in ranks]
     joining = Rank(Generation(2), 1, SPEC)
-    joining.session.load_state_dict(files)
+    joining.session.resume.load_state_dict(files)
     assert joining.residual.any()
     commit([joining])
     members = [*ranks, joining]
@@ -129,10 +129,10 @@ def test_ranks_that_all_load_files_go_on_from_them() -> None:
     """At the start of a job nobody has met before, and the files count."""
     ranks = start(2, SPEC)
     steps(ranks, 3)
-    files = [rank.session.state_dict() for rank in ranks]
+    files = [rank.session.resume.state_dict() for rank in ranks]
     again = start(2, SPEC)
     for rank in again:
-        rank.session.load_state_dict(files)
+        rank.session.resume.load_state_dict(files)
     assert sync(again) == [None] * 2
     assert [torch.equal(a.residual, b.residual) for a, b in zip(ranks, again, strict=True)] == [True, True]
 
@@ -143,10 +143,10 @@ def test_a_commit_from_before_a_change_restores_the_spec(spec: str) -> None:
     steps(ranks, 2)
     commit(ranks)
     wanted = [rank.residual for rank in ranks]
-    together(ranks, lambda rank: rank.session.replace(gradcomp.make(spec)))
+    together(ranks, lambda rank: rank.session.resume.change(gradcomp.make(spec)))
     steps(ranks, 2)
     for rank in ranks:
-        rank.session.roll_back()
+        rank.session.resume.roll_back()
         assert rank.session.spec == SPEC
     move(ranks)
     assert sync(ranks) == [None] * 2
@@ -162,7 +162,7 @@ def test_a_rank_that_is_ahead_by_one_commit_goes_back() -> None:
     steps(ranks, 2)
     commit(ranks[1:])  # rank 0 failed in between
     for rank in ranks:
-        rank.session.roll_back()
+        rank.session.resume.roll_back()
     move(ranks)
     assert sync(ranks) == [None] * 3
     assert [rank.session.reducer.steps_done for rank in ranks] == [2, 2, 2]
@@ -175,13 +175,13 @@ def test_a_rank_goes_back_to_the_commit_of_the_leaders_spec(later: bool) -> None
     ranks, changed = start(2, SPEC), "topk:ratio=0.1"
     steps(ranks, 2)
     commit(ranks)
-    together(ranks, lambda rank: rank.session.replace(gradcomp.make(changed)))
+    together(ranks, lambda rank: rank.session.resume.change(gradcomp.make(changed)))
     commit(ranks)
     wanted = [rank.residual for rank in ranks]
     steps(ranks, 1)
     if later:
         commit(ranks[1:])
-    ranks[0].session.roll_back()
+    ranks[0].session.resume.roll_back()
     move(ranks)
     assert sync(ranks) == [None] * 2
     assert [rank.session.spec for rank in ranks] == [ranks[0].session.spec] * 2 and changed in ranks[0].session.spec
@@ -202,10 +202,10 @@ def test_by_host_restores_its_state_on_all_ranks_or_on_none(now: list[str]) -> N
     spec = "sdagc:lam=2,small=none,by_host=true"
     ranks = start(4, spec, ["a", "a", "b", "b"])
     steps(ranks, 6)
-    files = [rank.session.state_dict() for rank in ranks]
+    files = [rank.session.resume.state_dict() for rank in ranks]
     again = start(4, spec, now)
     for rank in again:
-        rank.session.load_state_dict(files)
+        rank.session.resume.load_state_dict(files)
     steps(again, 3)
     if now[0] == now[1]:  # the same ranks are neighbours
         steps(ranks, 1)
@@ -215,7 +215,7 @@ def test_a_state_that_is_refused_on_one_rank_changes_nothing() -> None:
     ranks = start(2, SPEC)
     steps(ranks, 2)
     with pytest.raises(ValueError, match="the state is of rank 1 of 2, but this is rank 0 of 2"):
-        ranks[0].session.load_state_dict(ranks[1].session.state_dict())
+        ranks[0].session.resume.load_state_dict(ranks[1].session.resume.state_dict())
     steps(ranks, 2)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradcomp.engine.phases import REFUSED, Door, Phase
+from gradcomp.engine.phases import TRANSITIONS, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot
@@ -28,7 +28,7 @@ def in_phase(phase: Phase) -> Session:
     parameter.grad = torch.randn(100)
     if phase is not Phase.UNMET:
         session.meet()
-    if phase is Phase.BACKWARD:
+    if phase is Phase.EXCHANGING:
         session.ready(session.slot(parameter))
     if phase is Phase.FAILED:
         session.failed(ValueError("the network is gone"))
@@ -37,15 +37,19 @@ def in_phase(phase: Phase) -> Session:
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("event", REFUSED)
-def test_an_event_is_refused_in_the_phases_of_its_row(event: str, phase: Phase) -> None:
+@pytest.mark.parametrize("event", TRANSITIONS)
+def test_an_event_leads_where_its_row_says(event: str, phase: Phase) -> None:
+    """To another phase, or to an error, after which the phase is the same. Only a meeting leads from UNMET to IDLE."""
     session = in_phase(phase)
-    if phase in REFUSED[event]:
+    follows = TRANSITIONS[event].get(phase, phase)
+    if isinstance(follows, str):
         with pytest.raises(RuntimeError) as error:
-            session.refuse(event)
+            session.note(event)
         assert ("the network is gone" in str(error.value)) == (phase is Phase.FAILED)
+        assert session.phase is phase
     else:
-        session.refuse(event)
+        session.note(event)
+        assert session.phase is (Phase.IDLE if follows is Phase.UNMET and session.has_met else follows)
 
 
 @pytest.mark.parametrize("remedy", ["", "; or load a state from before"])
@@ -57,7 +61,8 @@ def test_after_a_failure_a_door_adds_its_remedy(remedy: str) -> None:
         with pytest.raises(RuntimeError, match="refuses further steps") as error:
             call()  # type: ignore[operator]
         assert str(error.value).endswith(f"from their last states{remedy}")
-    session.load_state_dict(made()[0].state_dict())
+    other, _ = made()
+    session.resume.load_state_dict(other.resume.state_dict())
     session.ready(session.slot(parameter))
     session.finish()
 
@@ -69,11 +74,11 @@ def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the
         parameter.grad = torch.randn(100)
         session.ready(session.slot(parameter))
         with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
-            session.refuse("change()")
+            session.note("change()")
         session.finish()
-    residual = session.residual()["p"].clone()
-    session.replace(make("dense"))
-    assert torch.equal(session.residual()["p"], residual) and residual.any()
+    residual = session.resume.residual()["p"].clone()
+    session.resume.change(make("dense"))
+    assert torch.equal(session.resume.residual()["p"], residual) and residual.any()
 
 
 def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None:
@@ -85,8 +90,9 @@ def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None
     reducer.advance()
     reducer.abort()
     for bucket in reducer.buckets:
-        bucket.residual.zero_()
+        assert bucket.progress is not None
+        bucket.progress.residual.zero_()
     for slot in slots.values():
         reducer.ready(slot, torch.ones(100))
     reducer.finish()
-    assert not any(bucket.residual.any() for bucket in reducer.buckets)
+    assert not any(bucket.progress.residual.any() for bucket in reducer.buckets)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 import gradcomp.fsdp
 
-SPARSE = "topk:ratio=0.1,momentum=0"
+SPARSE = "topk:ratio=0.1"
 
 
 def refusal(act: Any) -> str:
@@ -141,7 +141,7 @@ WORDS = {
     "frozen": "ValueError: attach() got a model without trained parameters",
     "twice": "RuntimeError: the model has been given to attach() already",
     "auto": "ValueError: auto does not choose over FSDP2",
-    "whole model": "ValueError: gs_sgd needs all layers in one exchange",
+    "whole model": "ValueError: gs_sgd cannot act over shards, and the mesh has no replicas",
     "residual": "ValueError: topk cannot act over shards, and the mesh has no replicas",
     "memory first": "ValueError: the module '0' has a reduce-scatter of its own, ProcessGroupAllocReduceScatter",
     "memory later": "AssertionError: cannot call set_allocate_memory_from_process_group()",  # torch's own word

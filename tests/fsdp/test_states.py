@@ -1,4 +1,4 @@
-"""FSDP2: conservation, changes of the spec, states through torch.distributed.checkpoint, training, and telemetry."""
+"""FSDP2: states through torch.distributed.checkpoint, training, and telemetry."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ import gradcomp
 import gradcomp.fsdp
 from gradcomp import telemetry
 
-SPARSE = "topk:ratio=0.1,momentum=0"
-# Specs that act over replicas; the law of these is checked over a step, and over changes.
-REFUSED = ("gs_sgd", "gtopk", "lgc", "sketched_sgd")
+SPARSE = "topk:ratio=0.1"
 
 
 def backward(model: Any, step: int) -> None:
@@ -42,57 +40,22 @@ def mean_residual(handle: Any, mesh: Any) -> dict[str, Tensor]:
     return {name: each / mesh["replicate"].size() for name, each in found.items()}
 
 
+def move(model: Any, step: int, rate: float = 1.0) -> dict[str, Tensor]:
+    """Take a step by SGD from net()'s weights. Return by how much this rank's shards have moved."""
+    whole = net().state_dict()
+    start = {n: distribute_tensor(whole[n], each.device_mesh, each.placements) for n, each in model.named_parameters()}
+    model.load_state_dict(start)
+    backward(model, step)
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+    return {n: start[n].to_local() - each.to_local().detach() for n, each in model.named_parameters()}
+
+
 def imbalance(model: Any, handle: Any, mesh: Any, step: int) -> float:
     """Return the largest entry of residual before + gradient - residual after - update, each the mean over replicas."""
     before = mean_residual(handle, mesh)
-    backward(model, step)
+    updates = move(model, step)
     after, wanted = mean_residual(handle, mesh), local(model, by_hand(step))
-    updates = {name: each.grad.to_local() for name, each in model.named_parameters()}
     return max(float((before[n] + wanted[n] - after[n] - updates[n]).abs().sum()) for n in updates)
-
-
-def size(arrays: dict[str, Tensor]) -> float:
-    return sum(float(each.abs().sum()) for each in arrays.values())
-
-
-def kept() -> dict[str, Any]:
-    join()
-    found: dict[str, Any] = {}
-    mesh = mesh_of("two by two")
-    for spec in [name for name in gradcomp.names() if name not in REFUSED]:
-        if gradcomp.make(spec).traits.coarse and not getattr(gradcomp.make(spec), "feedback", False):
-            continue  # its updates are random
-        model = wrapped("two by two", net(), mesh)
-        handle = gradcomp.fsdp.attach(model, f"{spec}:momentum=0" if getattr(gradcomp.make(spec), "feedback", False) else spec)
-        if handle._session.reducer.keeps_residual:
-            found[f"law of {spec}"] = max(imbalance(model, handle, mesh, step) for step in range(3))
-    model = wrapped("two by two", net(), mesh)
-    handle = gradcomp.fsdp.attach(model, SPARSE)
-    backward(model, 0)
-    changes = []
-    for step, spec in enumerate(("blocks", SPARSE, "dense", "dense"), 1):
-        handle.change(spec)
-        changes.append((imbalance(model, handle, mesh, step), size(mean_residual(handle, mesh))))
-    return found | {"changes": changes}
-
-
-@once
-def keeping() -> list[dict[str, Any]]:
-    return launch(kept, RANKS)
-
-
-def test_conservation_over_replicas() -> None:
-    for rank in keeping():
-        laws = {name: most for name, most in rank.items() if name.startswith("law of ")}
-        assert {"law of topk", "law of sign", "law of sdagc"} <= laws.keys()
-        assert all(most < 1e-3 for most in laws.values()), laws
-
-
-def test_a_change_carries_the_residual() -> None:
-    """dense sends it all, in the first step."""
-    for rank in keeping():
-        assert all(most < 1e-4 for most, _ in rank["changes"])
-        assert [left > 0 for _, left in rank["changes"]] == [True, True, False, False]
 
 
 def saved(folder: str) -> dict[str, Any]:
@@ -106,7 +69,7 @@ def saved(folder: str) -> dict[str, Any]:
         handle = gradcomp.fsdp.attach(model, SPARSE)
         if kind == "two by two":
             for step in range(2):
-                backward(model, step)
+                move(model, step)
             dcp.save({"gradcomp": handle.state_dict()}, checkpoint_id=folder)
             wanted = {n: each.full_tensor() for n, each in handle.state_dict()["residual"].items()}
             before = mean_residual(handle, mesh)
@@ -193,19 +156,19 @@ def test_another_state_is_refused(name: str) -> None:
 
 
 def trained(kind: str) -> dict[str, Any]:
-    """Train natively and with two specs, AdamW and a clip; watch one of them."""
+    """Train natively and with specs, AdamW and a clip; watch one of them."""
     join()
     found: dict[str, Any] = {}
     mesh, plain = mesh_of(kind), mesh_of(kind, {})
-    for spec in (None, "dense", "blocks"):
+    for spec in (None, "dense", "blocks", *(["topk:ratio=0.1"] if kind != "shards" else [])):
         model = wrapped(kind, net(), mesh if spec else plain)
         handle = gradcomp.fsdp.attach(model, spec) if spec else None
         records: list[Any] = []
-        if spec == "blocks" and kind == "shards":
+        if spec == "blocks":
             with pytest.raises(ValueError, match="read the handle's stats"):
                 telemetry.watch(handle, records.append)
-        elif spec == "blocks":
-            telemetry.watch(handle, records.append, every=1, compare=2, check=2)
+        elif spec not in (None, "dense"):
+            telemetry.watch(handle, records.append, every=1, check=2)
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True), []
         for step in range(12):
             error = (model(inputs(step)[dist.get_rank()]) - 1).square().mean()
@@ -239,7 +202,7 @@ def test_a_training_with_a_clip_and_adamw(kind: str) -> None:
 
 def test_telemetry_over_replicas() -> None:
     for number, rank in enumerate(training("two by two")):
-        *_, stats, records = rank["blocks"]
+        *_, stats, records = rank["topk:ratio=0.1"]
         assert {each["rank"] for each in records} == {number}, "of all ranks, not of the replicas"
         assert [each["step"] for each in records] == [*range(1, 13)]
-        assert records[-1]["compression"] == pytest.approx(stats["compression"]) and records[-1]["relative_error"] < 0.1
+        assert records[-1]["compression"] == pytest.approx(stats["compression"])

@@ -60,7 +60,7 @@ class Replica:
         if session.reducer.on_updates:
             for each in there:
                 session.updates.gradients.add((each.grad,))
-            if (poison := session.end_local_backward()) is not None and there:
+            if (poison := session.steps.end_backward()) is not None and there:
                 there[0].grad.view(-1)[:1].add_(poison)
             session.updates.note_backward()
         else:
@@ -70,7 +70,7 @@ class Replica:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step, as the hook before it does."""
-        if (momentum := self.session.before(optimizer)) is not None:
+        if (momentum := self.session.steps.before(optimizer)) is not None:
             momentum.hide()
 
     def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> None:
@@ -86,7 +86,7 @@ class Replica:
                     self.session.give_up(each)
                 raise
             if exchanges:
-                self.session.after(each)
+                self.session.steps.after(each)
 
 
 class Replicas:
@@ -165,7 +165,7 @@ class Replicas:
 
     def residual(self) -> Named:
         """Return the mean of the ranks' residuals, in double precision."""
-        every = [rank.session.residual() for rank in self.ranks]
+        every = [rank.session.resume.residual() for rank in self.ranks]
         return {name: torch.stack([own[name].double() for own in every]).mean(0) for name in self.shapes}
 
     def set(self, **settings: Any) -> None:
@@ -182,7 +182,7 @@ class Replicas:
                 weight.requires_grad_(name not in names)
 
     def change(self, spec: str) -> None:
-        self.each(lambda rank: rank.session.replace(make(spec)))
+        self.each(lambda rank: rank.session.resume.change(make(spec)))
 
     def states(self) -> list[dict[str, Any]]:
         """Copy what every rank saves: weights, optimizers, and the exchange."""
@@ -190,7 +190,7 @@ class Replicas:
             {
                 "weights": {name: weight.detach().clone() for name, weight in rank.weights.items()},
                 "optimizers": copy.deepcopy([each.state_dict() for each in rank.optimizers]),
-                "exchange": None if rank.session is None else copy.deepcopy(rank.session.state_dict()),
+                "exchange": None if rank.session is None else copy.deepcopy(rank.session.resume.state_dict()),
             }
             for rank in self.ranks
         ]
@@ -206,7 +206,7 @@ class Replicas:
                 optimizer.load_state_dict(copy.deepcopy(of_rank))
         if self.spec is not None:
             exchanges = [each["exchange"] for each in states]
-            again.each(lambda rank: rank.session.load_state_dict(exchanges))
+            again.each(lambda rank: rank.session.resume.load_state_dict(exchanges))
         return again
 
     def _of(self, ranks: int | None) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ class Replicas:
 
     def layers(self, stage: str = "feedback") -> list[dict[str, Any]]:
         """Return the part of each rank's state that a stage saves by layer."""
-        shares = [share for rank in self.ranks for share in rank.session.state_dict()["of_rank"].values()]
+        shares = [share for rank in self.ranks for share in rank.session.resume.state_dict()["of_rank"].values()]
         return [share["layers"].get(stage, {}) for share in shares]
 
     def ends_as(self, other: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:

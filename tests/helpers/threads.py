@@ -124,7 +124,7 @@ class Rank:
 
     @property
     def residual(self) -> Tensor:
-        return self.session.residual()["w"]
+        return self.session.resume.residual()["w"]
 
 
 class StockDoor(Door):

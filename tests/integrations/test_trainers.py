@@ -10,7 +10,6 @@ import pytest
 import torch
 from trainers import run
 
-from gradcomp.engine.stages.feedback import Residual
 from laboratory import machine
 from laboratory.report import write
 
@@ -88,7 +87,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_residuals(trained: Any, t
     """The sum of the residuals is the mean that will arrive, times the ranks."""
     package, folder, before = trained
     shares = [torch.load(folder / f"{STEMS[package]}{rank}.pt", weights_only=True)["of_rank"][str(rank)] for rank in range(2)]
-    saved = [share["layers"][Residual.name]["residual"] for share in shares]
+    saved = [share["layers"]["feedback"]["residual"] for share in shares]
     three = run(program(package), 3, tmp_path, SPEC, str(folder / CHECKPOINTS[package]))
     for name, first in saved[0].items():
         wanted = (first + saved[1][name]).double() / 2

@@ -58,7 +58,7 @@ def with_a_death(spec: str, fragments: int, folder: str) -> None:
 
 def residual_of(local: Any) -> Tensor:
     return torch.cat(
-        [each.flatten() for fragment in local._fragments for _, each in sorted(fragment.session.residual().items())]
+        [each.flatten() for fragment in local._fragments for _, each in sorted(fragment.session.resume.residual().items())]
     )
 
 

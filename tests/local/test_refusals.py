@@ -116,7 +116,7 @@ def other_ranks(states: list[Any]) -> tuple[list[float], float]:
     model = nn.Linear(40, 5)
     local = made(model, "topk:ratio=0.1,momentum=0", every=3)
     local.load_state_dict(states)
-    residual = local._fragments[0].session.residual()
+    residual = local._fragments[0].session.resume.residual()
     local.step()
     return model.weight.detach().flatten()[:3].tolist(), float(residual["weight"].sum())
 
@@ -130,7 +130,7 @@ def two_ranks() -> Any:
         local.zero_grad()
         (model(torch.randn(8, 40)) - step).square().mean().backward()
         local.step()
-    return local.state_dict(), float(local._fragments[0].session.residual()["weight"].sum())
+    return local.state_dict(), float(local._fragments[0].session.resume.residual()["weight"].sum())
 
 
 def test_ranks_with_different_specs_are_told() -> None:

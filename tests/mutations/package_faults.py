@@ -9,8 +9,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a residual is dropped: error feedback forgets what it did not send",
         "gradcomp/engine",
-        "            self.feedback.residual_factor,\n",
-        "            0.0,\n",
+        "residual_factor=self.decay",
+        "residual_factor=0.0",
         ("test_laws.py",),
     ),
     Fault(
@@ -44,8 +44,8 @@ PACKAGE_FAULTS = (
     Fault(
         "clipping is by all ranks, not by a rank's share",
         "gradcomp/engine",
-        "norm / math.sqrt(context.world.size)",
-        "norm",
+        "feedback.clip / math.sqrt(context.world.size)",
+        "feedback.clip",
         ("test_feedback.py", "test_phases.py"),
     ),
     Fault(
@@ -87,8 +87,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a checkpoint leaves the ages out",
         "gradcomp/engine",
-        "return Part({**super().save(state, layout, copy).layers, **ages})",
-        "return super().save(state, layout, copy)",
+        '({} if self.ages is None else {"ages": self.ages})',
+        "{}",
         ("test_laws_of_updates.py", "test_every_spec.py"),
     ),
     Fault(
@@ -101,7 +101,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a change of spec loses what waits",
         "gradcomp/engine",
-        "            stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))\n",
+        "            bucket.progress.load([before], 1.0)()\n",
         "            pass\n",
         ("test_state.py", "test_every_spec.py"),
     ),
@@ -115,8 +115,8 @@ PACKAGE_FAULTS = (
     Fault(
         "ranks do not meet again after Horovod is initialised anew",
         "gradcomp/engine",
-        "return self._membership.met_in is self.network.generation",
-        "return self._membership.met_in is not None",
+        "return self.membership.met_in is self.network.generation",
+        "return self.membership.met_in is not None",
         ("test_agreement.py", "test_slots.py"),
     ),
     Fault(
@@ -176,20 +176,6 @@ PACKAGE_FAULTS = (
         "if len(self._copied) < DELAY:",
         "if len(self._copied) < DELAY - 1:",
         ("test_sdagc.py",),
-    ),
-    Fault(
-        "a residual of which hardly anything is sent is not warned of",
-        "gradcomp/engine",
-        "steps * statistics.median(self._taken) < HARDLY",
-        "steps * statistics.mean(self._taken) < 0",
-        ("test_health.py",),
-    ),
-    Fault(
-        "a residual may outgrow the steps by any power",
-        "gradcomp/engine",
-        "(now / half) ** POWER",
-        "(now / half) ** (9 * POWER)",
-        ("test_health.py",),
     ),
     Fault(
         "a sketch's entries stay although they were sent",
@@ -271,8 +257,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a failed step is forgotten at once",
         "gradcomp/engine",
-        "if self._failure is not None and self._failure[0] is self.network.generation:",
-        "if self._failure is not None and self._failure[0] is not self.network.generation:",
+        "here if found is Phase.EXCHANGING or found is Phase.FAILED else None",
+        "here if found is Phase.EXCHANGING else None",
         ("test_membership.py", "test_failures.py"),
     ),
     Fault(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.engine.health import INTERVAL
 from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES
 from laboratory.commands import host

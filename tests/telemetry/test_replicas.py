@@ -83,7 +83,7 @@ def joined() -> Any:
     """Rank 1 has three batches, rank 0 eight; then all go on together."""
     ranks.join()
     run = doors.Training(doors.DDP, spec=SPARSE, bucket_mb=0.02)
-    telemetry.watch(run.handle, check=5, compare=0)
+    telemetry.watch(run.handle, check=5)
     with run.whole.join():
         run.train(3 if dist.get_rank() == 1 else 8)
     return run.train(4)
@@ -99,7 +99,7 @@ def diverging(door: str) -> Any:
     """Rank 1 changes one bit of a weight after step 5; every third step is checked."""
     doors.join(door)
     run = doors.Training(door, spec=SPARSE, prefix="")
-    telemetry.watch(run.handle, check=3, compare=0)
+    telemetry.watch(run.handle, check=3)
     run.train(5)
     if doors.rank(door) == 1:
         with torch.no_grad():
@@ -116,7 +116,7 @@ def frozen_beside(door: str) -> Any:
         model.first.weight.view(torch.int32)[0, 0] ^= 1
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = doors.wrapped(door, torch.optim.SGD(trained, 0.02), doors.named(model), SPARSE)
-    telemetry.watch(optimizer, check=3, compare=0)
+    telemetry.watch(optimizer, check=3)
     return small_net.refused(lambda: small_net.train(model, optimizer, doors.batches(), 5))
 
 

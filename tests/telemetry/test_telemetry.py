@@ -21,7 +21,7 @@ import torch
 
 import gradcomp
 from gradcomp import telemetry
-from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.engine.health import INTERVAL
 from gradcomp.networks.memory import MemoryNetwork
 
 SPARSE = "topk:ratio=0.05"
@@ -48,7 +48,7 @@ def train(simulation: gradcomp.Simulation, steps: int) -> list[tuple[torch.Tenso
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.02", "sdagc", "orq", "dense", "lgc:dense=1,learn=1,ratio=0.02"])
 def test_a_record_holds_the_figures_of_its_step(spec: str) -> None:
-    simulation, found = watched(spec, every=3, compare=0)
+    simulation, found = watched(spec, every=3)
     update, _ = train(simulation, 6)[-1]
     assert [(record["step"], record["rank"]) for record in found] == [(3, 0), (3, 1), (6, 0), (6, 1)]
     for rank, record in enumerate(found[2:]):
@@ -58,7 +58,6 @@ def test_a_record_holds_the_figures_of_its_step(spec: str) -> None:
         assert record["residual"] == pytest.approx(float(simulation.residual(rank)["w"].double().norm()), rel=1e-6)
         assert record["buckets"][0]["layers"] == ["w"] and record["buckets"][0]["entries"] == N
         assert 0 < record["seconds"]["encoding"] < record["seconds"]["total"]
-        assert "cosine" not in record
         json.dumps(record, allow_nan=False)
     if not spec.startswith("lgc"):  # its first steps send more
         assert found[2]["bytes_sent"] == simulation.stats()["bytes_sent"]
@@ -101,7 +100,7 @@ def test_files_hold_the_records(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writers = telemetry.JsonLines(tmp_path / "lines"), telemetry.TensorBoard(tmp_path / "runs")
-    simulation, found = watched("topk:ratio=0.02", *writers, every=2, compare=2)
+    simulation, found = watched("topk:ratio=0.02", *writers, every=2)
     train(simulation, 6)
     for rank in range(WORLD):
         lines = (tmp_path / "lines" / f"rank-{rank}.jsonl").read_text().splitlines()
@@ -110,7 +109,6 @@ def test_files_hold_the_records(tmp_path: Path) -> None:
         run = EventAccumulator(str(tmp_path / "runs" / f"rank-{rank}")).Reload()
         for name, values in {
             "compression": [record["compression"] for record in own],
-            "cosine": [record["cosine"] for record in own],
             "seconds/encoding": [record["seconds"]["encoding"] for record in own],
             "bucket w/residual": [record["buckets"][0]["residual"] for record in own],
         }.items():
@@ -137,7 +135,7 @@ def test_a_writer_that_fails_gets_no_more_records() -> None:
 def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
     found: Records = []
     simulation = gradcomp.Simulation("topk:ratio=0.02", {"a": (N,), "b": (10,)}, 2, bucket_mb=0.001)
-    telemetry.watch(simulation, found.append, every=3, compare=3)
+    telemetry.watch(simulation, found.append, every=3)
     grads = [{"a": torch.randn(N), "b": torch.randn(10)} for _ in range(2)]
     state = simulation.state_dict()
     for _ in range(2):
@@ -212,7 +210,6 @@ def test_a_record_without_a_whole_step_has_no_seconds() -> None:
     "options,said",
     [
         ({"every": 0}, "every=0 must be a whole number of steps, at least 1"),
-        ({"compare": -1}, "compare=-1 must be a whole number of steps, or 0"),
         ({"check": 2.5}, r"check=2\.5 must be a whole number of steps, or 0"),
         ({"every": True}, "every=True must be a whole number"),
     ],
@@ -237,7 +234,7 @@ def watched_by(door: str) -> Any:
     doors.join(door)
     found: Records = []
     run = doors.Training(door, spec=SPARSE, momentum=0.9, bucket_mb=0.02)
-    telemetry.watch(run.handle if door == doors.DDP else run.optimizer, found.append, every=2, compare=4, check=2)
+    telemetry.watch(run.handle if door == doors.DDP else run.optimizer, found.append, every=2, check=2)
     run.train(8)
     return found, run.handle.stats()["bytes_sent"], run.handle.residual()
 
@@ -252,14 +249,11 @@ def test_every_door_is_watched(door: str) -> None:
         assert all(record["bytes_sent"] == sent for record in records)
         norm = math.sqrt(sum(float(own.double().square().sum()) for own in residual.values()))
         assert records[-1]["residual"] == pytest.approx(norm, rel=1e-6)
-        assert all(("cosine" in record) == (record["step"] % 4 == 0) for record in records)
-        assert 0 < records[-1]["cosine"] < 1
         for record in records:
             seconds = record["seconds"]
             assert 0 <= seconds["backward_encoding"] <= seconds["encoding"] < seconds["total"]
             assert 0 < seconds["waiting"] <= seconds["wire"] < seconds["total"]
             assert seconds["backward"] + seconds["exposed"] < seconds["total"]
-    assert len({records[-1]["cosine"] for records, _, _ in found}) == 1
 
 
 def unlike() -> Any:

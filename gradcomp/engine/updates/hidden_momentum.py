@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.engine.slots import local
+
 Group = dict[str, Any]
 
 
@@ -193,6 +195,7 @@ class HiddenMomentum:
                 moment = state.get(rule.buffer)
                 if not isinstance(moment, Tensor) or not 0 < m < 1:
                     continue
+                moment = local(moment)
                 step = moment * (group["lr"] * m * (m if momentum.nesterov else 1.0) / (1 - m))
                 if rule.setting == "betas":
                     step = step / _root(state, group, rule)
@@ -209,7 +212,7 @@ def _scheduled(own: float, hidden: float, now: float) -> float:
 
 def _root(state: Mapping[str, Any], group: Group, rule: Rule) -> Tensor:
     """Return what a class by Adam divides its first moment by."""
-    second: Tensor = state[rule.second]
+    second = local(state[rule.second])
     if rule.second == "exp_inf":
         return second.clamp(min=group["eps"])
     steps = torch.as_tensor(state["step"], dtype=torch.float32, device=second.device)
@@ -236,4 +239,4 @@ def floating_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
             for name in sorted(key for key in state if isinstance(key, str)):
                 each = state[name]
                 if isinstance(each, Tensor) and each.is_floating_point() and each.shape == parameter.shape and each.numel():
-                    yield each
+                    yield local(each)

@@ -1,21 +1,27 @@
-"""Progress: what one bucket keeps for an exchange of updates, from the weights before a step to the weights after it."""
+"""Progress: the residual of one bucket, what a step adds to it, and what of it is offered to the compressor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Acc, Layout
+from gradcomp import saved
+from gradcomp.core.compressor import Acc, Layout, Traits
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.slots import Slot
+from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.slots import Slot, local
 from gradcomp.engine.updates.adam_noise import DELAY, RankNoise
 from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.native import kernels
-from gradcomp.native.extension import LARGEST
+from gradcomp.native.extension import LARGEST, MOMENTS
 from gradcomp.native.memory import Update
+
+# Copies a layer's array for a saved state.
+Copy = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -31,65 +37,126 @@ class StepRule:
     decays: Sequence[float] = ()
 
 
+class Statistics:
+    """What kernels find out about the entries that a compressor takes from.
+
+    flag: int32[1], not 0 where an entry was not finite. moments, peaks: see Acc; None where the compressor reads none.
+    """
+
+    def __init__(self, layout: Layout, traits: Traits):
+        self.flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
+        self.moments: Tensor | None = None
+        if traits.moments:
+            self.moments = torch.zeros(len(layout.names), MOMENTS, dtype=torch.float64, device=layout.device)
+        self.peaks = kernels.peaks(layout.total, layout.device, traits.share_by_peaks, traits.moments)
+
+
+class Share(NamedTuple):
+    """What one rank's saved state holds of residuals and ages, as a bucket loads it.
+
+    layers: by field, then by layer, of the whole model. trusted: it comes from this process, and need not be finite. partial:
+    layers may be missing, since another spec kept it. prefix: of messages.
+    """
+
+    layers: Mapping[str, Any]
+    trusted: bool = False
+    partial: bool = False
+    prefix: str = ""
+
+    def residuals(self, layout: Layout) -> dict[str, Tensor]:
+        """Return the residuals of a bucket's layers. Refuse those that do not fit, are not finite, or are missing."""
+        theirs, arrays = saved.table_or_empty(self.layers, "residual"), {}
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            what = f"{self.prefix}the residual of {name!r}"
+            if name in theirs:
+                arrays[name] = saved.tensor(theirs, name, (size,), dtype=torch.float32, finite=not self.trusted, what=what)
+            elif not self.partial:
+                raise ValueError(f"{what} is not in the state: the state is damaged; load another one")
+        return arrays
+
+    def ages(self, layout: Layout) -> Tensor | None:
+        """Return the ages of a bucket's entries. A residual without any has waited for long: the next send is a whole one."""
+        theirs, found = saved.table_or_empty(self.layers, "ages"), {}
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            if name in theirs:
+                what = f"{self.prefix}the ages of {name!r}"
+                found[name] = saved.tensor(theirs, name, (size,), dtype=torch.uint8, what=what)
+        if not found:
+            return None
+        ages = torch.full((layout.total,), 255, dtype=torch.uint8, device=layout.device)
+        waiting = saved.table_or_empty(self.layers, "residual")
+        for name, view in layout.views(ages).items():
+            if name in found:
+                view.copy_(found[name])
+            elif name not in waiting or not waiting[name].any():
+                view.zero_()
+        return ages
+
+
 class Weights:
     """The weights of a bucket's layers as flat arrays, each in its own memory. A parameter may be given other memory at any
     time. One whose memory has gaps is copied before a kernel reads it, and back after one has written it."""
 
     def __init__(self, slots: Sequence[Slot]):
         self._slots = slots
-        self._parameters = [slot.parameter for slot in slots if slot.parameter is not None]
+        self._local: Sequence[Tensor] = [slot.parameter for slot in slots if slot.parameter is not None]
+        self._are_sharded = any(hasattr(each, "to_local") for each in self._local)
         self._at: list[int] = []
         self.copied: list[int] = []
         self.arrays: list[Tensor] = []
 
     def read(self) -> list[Tensor]:
         """Return the arrays, with the weights of now."""
-        at = [*map(torch.Tensor.data_ptr, self._parameters)]
+        if self._are_sharded:
+            self._local = [local(slot.parameter) for slot in self._slots]
+        at = [*map(torch.Tensor.data_ptr, self._local)]
         if at != self._at:
             self._at = at
-            self.arrays = [slot.flat(each.data) for slot, each in zip(self._slots, self._parameters, strict=True)]
+            self.arrays = [slot.flat(each.data) for slot, each in zip(self._slots, self._local, strict=True)]
             self.copied = [i for i, each in enumerate(self.arrays) if each.data_ptr() != at[i]]
         for i in self.copied:
-            self.arrays[i].copy_(self._slots[i].flat(self._parameters[i].data))
+            self.arrays[i].copy_(self._slots[i].flat(self._local[i].data))
         return self.arrays
 
     def written(self) -> None:
         """Give copies back to their parameters."""
         for i in self.copied:
-            self._parameters[i].data.copy_(self._slots[i].shaped(self.arrays[i]))
+            self._local[i].data.copy_(self._slots[i].shaped(self.arrays[i]))
 
 
 class Progress:
-    """What one bucket keeps for an exchange of a share of its residual by age.
+    """The residual of one bucket, and the share of it, by age, that a step offers.
 
-    residual: of the bucket. start: the weights before the step, and after it what is offered of the residual. ages: the steps
-    since each entry was last sent, at most 255; None until entries wait behind a momentum. selects: the compressor sends some
-    entries and leaves others. keeps_rest: what it leaves of the offer stays. rule: of the present step. skipped: a GradScaler's
-    found_inf, where the optimizer itself skips a step; nothing is offered then. weights: of the layers; None where gradients
-    take their place, whose momentum is the spec's.
+    residual: flat; what was not sent. start: the weights before the step, and after it what is offered of the residual. ages:
+    the steps since each entry was last sent, at most 255; None until entries wait behind a momentum. selects: the compressor
+    sends some entries and leaves others. keeps_rest: what it leaves of the offer stays. decay: of the residual in a step.
+    rule: of the present step. skipped: a GradScaler's found_inf, where the optimizer itself skips a step; nothing is offered
+    then. weights: of the layers; None where a step is given its progress as arrays.
     """
 
-    def __init__(self, layout: Layout, residual: Tensor, seed: int, slots: Sequence[Slot] | None = None):
-        self.layout, self.residual = layout, residual
+    def __init__(self, layout: Layout, feedback: Feedback, seed: int, slots: Sequence[Slot] | None = None):
+        self.layout, self.decay = layout, feedback.decay
         self.weights = None if slots is None else Weights(slots)
-        self.start = torch.empty(layout.total, device=layout.device)
+        self.residual, self.start = (torch.zeros(layout.total, device=layout.device) for _ in range(2))
         self.ages: Tensor | None = None
-        self.selects = self.keeps_rest = True
+        self.selects, self.keeps_rest = feedback.traits.selects, feedback.feedback
         self.rule = StepRule()
+        if slots is None and feedback.given_momentum is not None:
+            self.rule = StepRule(feedback.given_momentum)
         self.noise = RankNoise(layout, seed)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
+        self.statistics = Statistics(layout, feedback.inner.traits)
         self.skipped: Tensor | None = None
-        self.moments: Tensor | None = None
-        self.peaks: Tensor | None = None
         self._shares = Momentum(), torch.tensor(Momentum().shares(), device=layout.device)
         self._decays: tuple[Sequence[float], Tensor | None] = (), None
+
+    # A step.
 
     def begin(self) -> None:
         """Copy the weights before a step."""
         assert self.weights is not None
         kernels.flatten(self.weights.read(), self.start)
 
-    def offer(self, context: StepContext, step: int, residual_factor: float, frozen: Sequence[int]) -> Acc:
+    def offer(self, context: StepContext, step: int, frozen: Sequence[int]) -> Acc:
         """Add start minus now to the residual, and offer a share of it. The weights return to their start.
 
         step: the number of the bucket's steps before.
@@ -101,34 +168,26 @@ class Progress:
                 self.noise.begin(step, context.world.size, self.residual)
             factor = self.noise.factor
         decays = None if factor == 1 else self._decays_of(self.rule.decays)
-        acc = self._offer(self.weights.read(), context, factor, residual_factor, frozen, decays)
+        acc = self._offer(self.weights.read(), context, factor, frozen, decays)
         if self.weights.copied:
             self.weights.written()
         if self.rule.normalizes and self.noise.samples is not None:
-            self.noise.note(self.residual, self.start, self.flag)
+            self.noise.note(self.residual, self.start, self.statistics.flag)
         return acc
 
-    def offer_of_gradients(
-        self, grads: Sequence[Tensor], context: StepContext, residual_factor: float, frozen: Sequence[int]
-    ) -> Acc:
-        """Add the whole effect of gradients to the residual, with a momentum, and offer a share of it. They become zeros."""
+    def offer_given(self, arrays: Sequence[Tensor], context: StepContext, frozen: Sequence[int]) -> Acc:
+        """Add the whole effect of given arrays to the residual, and offer a share of it. The arrays become zeros."""
         self.start.zero_()
-        return self._offer(grads, context, -1 / (1 - self.rule.momentum.value), residual_factor, frozen, None)
+        return self._offer(arrays, context, -1 / (1 - self.rule.momentum.value), frozen, None)
 
     def _offer(
-        self,
-        arrays: Sequence[Tensor],
-        context: StepContext,
-        factor: float,
-        residual_factor: float,
-        frozen: Sequence[int],
-        decays: Tensor | None,
+        self, arrays: Sequence[Tensor], context: StepContext, factor: float, frozen: Sequence[int], decays: Tensor | None
     ) -> Acc:
-        momentum = self.rule.momentum
+        momentum, found = self.rule.momentum, self.statistics
         if self._shares[0] != momentum:
             self._make_shares(momentum)
         if self.ages is None and self.selects and momentum.value:
-            self.ages = self.make_ages()
+            self.ages = self.residual.ne(0).to(torch.uint8) * 255  # what waits already has waited for long
         shares = self._shares[1]
         if self.skipped is not None:  # 1 where the optimizer has skipped its step: a GPU is not asked
             shares = shares * (1 - self.skipped.reshape(-1)[:1].to(shares.device, non_blocking=True))
@@ -138,17 +197,17 @@ class Progress:
             self.residual,
             self.ages,
             shares,
-            self.flag,
+            found.flag,
             decays=decays,
             factor=factor,
-            residual_factor=residual_factor,
-            moments=self.moments,
-            peaks=self.peaks,
+            residual_factor=self.decay,
+            moments=found.moments,
+            peaks=found.peaks,
             memory=context.memory,
         )
         spans = self.layout.spans_of(frozen) if frozen else ()
         rates = None if context.layer_rates is None else context.rates(self.layout)
-        return Acc(self.start, context.memory, self.ages, self.flag, self.moments, rates, self.peaks, spans)
+        return Acc(self.start, context.memory, self.ages, found.flag, found.moments, rates, found.peaks, spans)
 
     def deliver(self, update: Update, scale: float) -> None:
         """Move the weights by scale times the mean update, and return the rest of the offer to the residual."""
@@ -162,6 +221,11 @@ class Progress:
         if self.weights.copied:
             self.weights.written()
 
+    def return_rest(self) -> None:
+        """Return the rest of an offer of given arrays to the residual."""
+        if self.keeps_rest:
+            self.residual.add_(self.start).clamp_(-LARGEST, LARGEST)
+
     @torch.no_grad()
     def go_back(self) -> None:
         """Return the weights to their start, of a step that is not exchanged."""
@@ -171,14 +235,10 @@ class Progress:
         if self.weights.copied:
             self.weights.written()
 
-    def return_rest(self) -> None:
-        """Return the rest of the offer to the residual, after an exchange of gradients."""
-        if self.keeps_rest:
-            self.residual.add_(self.start).clamp_(-LARGEST, LARGEST)
-
-    def make_ages(self) -> Tensor:
-        """Make ages: what waits already has waited for long."""
-        return self.residual.ne(0).to(torch.uint8) * 255
+    def make_ages(self) -> None:
+        """Begin to count ages, of all that waits as of a moment that is about to join it: at once, it would be a long step."""
+        if self.ages is None and self.selects:
+            self.ages = torch.zeros(self.layout.total, dtype=torch.uint8, device=self.layout.device)
 
     def _make_shares(self, momentum: Momentum) -> None:
         shares = torch.tensor(momentum.shares())
@@ -191,3 +251,39 @@ class Progress:
             made = torch.tensor(decays, dtype=torch.float32)
             self._decays = decays, made.to(self.layout.device, non_blocking=self.layout.device.type != "cpu")
         return self._decays[1]
+
+    # What stays between steps.
+
+    def empty(self) -> None:
+        """Empty the residual."""
+        self.residual.zero_()
+        if self.ages is not None:
+            self.ages.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Multiply the residual, for another number of ranks."""
+        self.residual.mul_(factor).clamp_(-LARGEST, LARGEST)
+
+    def save(self, copy: Copy) -> dict[str, dict[str, Tensor]]:
+        """Return what the next step depends on, by field and layer."""
+        arrays = {"residual": self.residual} | ({} if self.ages is None else {"ages": self.ages})
+        return {of: {name: copy(view) for name, view in self.layout.views(array).items()} for of, array in arrays.items()}
+
+    def load(self, shares: Sequence[Share], factor: float) -> Callable[[], None]:
+        """Check what saved states hold. Return a function that loads it, and cannot fail.
+
+        The residual becomes the sum of the shares', times the factor. Ages are the first share's.
+        """
+        parts = [share.residuals(self.layout) for share in shares]
+        ages = shares[0].ages(self.layout) if shares else None
+
+        def load() -> None:
+            self.ages = ages
+            self.statistics.flag.zero_()
+            for name, view in self.layout.views(self.residual).items():
+                view.zero_()
+                for part in parts:
+                    if name in part:
+                        view.add_(part[name].to(view.device), alpha=factor).clamp_(-LARGEST, LARGEST)
+
+        return load

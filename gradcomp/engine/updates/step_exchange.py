@@ -18,13 +18,12 @@ from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import layer_rates
+from gradcomp.engine.feedback import cut_factors
 from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.slots import Slots
-from gradcomp.engine.stages.feedback import cut_factors
+from gradcomp.engine.slots import Slots, local
 from gradcomp.engine.updates import steps
-from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement
+from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGradients
 from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of
-from gradcomp.engine.updates.local_gradients import LocalGradients
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.native.memory import Memory
 from gradcomp.networks import Connection
@@ -108,9 +107,9 @@ class StepExchange:
 
     def __init__(self, slots: Slots, network: Connection):
         self._slots, self._network = slots, network
-        self._names = {id(slot.parameter): slot.name for slot in slots.slots}
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Trained | None]]
         self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
+        self.name_parameters()
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
         self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in slots.slots)
         # The momentum of each layer, of the optimizers that train the same layers. An optimizer's number is its place here.
@@ -130,6 +129,11 @@ class StepExchange:
         return self._names.keys()
 
     # The optimizers.
+
+    def name_parameters(self) -> None:
+        """Note the parameters, which may be new, and forget what trained the old ones."""
+        self._names = {id(slot.parameter): slot.name for slot in self._slots.slots}
+        self._known.clear()
 
     def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
         """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
@@ -391,7 +395,7 @@ class StepExchange:
             if feedback is None or not feedback.clip:
                 continue
             grads = [self._slots.parameters[name].grad for name in bucket.layout.names]
-            there = [each for each in grads if each is not None and not each.is_sparse]
+            there = [local(each) for each in grads if each is not None and not each.is_sparse]
             if there:
                 squares = torch.stack([each.double().square().sum() for each in there])
                 if isinstance(scale, Tensor):
@@ -408,11 +412,11 @@ class StepExchange:
             if name in at:
                 bucket, (begin, end) = at[name]
                 slot = self._slots.slot(parameter)
-                assert slot is not None
-                bucket.make_ages()
+                assert slot is not None and bucket.progress is not None
+                bucket.progress.make_ages()
                 # All ranks have the same moment, of the sum: each adds its share of it.
                 share = 1 / self._network.world.size if self._adds_up else 1.0
-                bucket.residual[begin:end].add_(slot.flat(step).float(), alpha=share)
+                bucket.progress.residual[begin:end].add_(slot.flat(step).float(), alpha=share)
 
 
 def _spans(bucket: Bucket) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -57,7 +57,7 @@ def ignore(listener: Any) -> None:
 
 def exchanged() -> set[int]:
     """Return the ids of all parameters whose updates a listener exchanges."""
-    return {number for each in _living() if each.reducer.on_updates for number in each.updates.exchanged}
+    return {number for each in _living() if each.session.reducer.on_updates for number in each.exchange.exchanged}
 
 
 def in_closure() -> bool:
@@ -147,11 +147,8 @@ def _show(optimizer: torch.optim.Optimizer) -> None:
 
 
 def give_up_failed() -> None:
-    """Give up the steps that have raised an error: they are in no thread's stack any more."""
-    if not _under_way:
-        return
-    running = {frame for first in sys._current_frames().values() for frame in _callers(first)}
-    for each in [each for each in _under_way if each[1] not in running]:
+    """Give up the steps that have raised an error: their frames run no more."""
+    for each in [each for each in _under_way if not _is_running(each[1])]:
         _under_way.remove(each)
         if (optimizer := each[0]()) is not None:
             for listener in _living():
@@ -170,7 +167,8 @@ def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
 
 def speaks() -> bool:
     """Decide whether this process says a fact that all ranks know: as the first rank of a session, or before there is one."""
-    lead = [each.network.world.rank == 0 and each.slots.are_first for each in _living() if each.network.ready]
+    sessions = [each.session for each in _living()]
+    lead = [each.network.world.rank == 0 and each.slots.are_first for each in sessions if each.network.ready]
     return not lead or any(lead)
 
 
@@ -196,9 +194,22 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_running(frame: FrameType) -> bool:
+    """Say whether a frame is in the stack of any thread. Python refuses to clear such a one."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _module(frame: FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return name
+
+
+def _is_users(frame: FrameType) -> bool:
+    return _module(frame).partition(".")[0] not in INNER_PACKAGES
 
 
 def warn_user(text: str, *, of_one_rank: bool = False) -> None:
@@ -208,7 +219,9 @@ def warn_user(text: str, *, of_one_rank: bool = False) -> None:
     """
     if not (of_one_rank or speaks()):
         return
-    stacks = [[*_callers(frame)] for frame in (sys._getframe(1), *sys._current_frames().values())]
-    every = [frame for stack in stacks if stack is stacks[0] or _module(stack[-1]) == "__main__" for frame in stack]
-    frame = next((frame for frame in every if _module(frame).partition(".")[0] not in INNER_PACKAGES), every[0])
+    every = [*_callers(sys._getframe(1))]
+    if not any(map(_is_users, every)):  # other stacks may change while they are looked at: no sooner than they must be
+        stacks = [[*_callers(frame)] for frame in sys._current_frames().values()]
+        every += [frame for stack in stacks if _module(stack[-1]) == "__main__" for frame in stack]
+    frame = next(filter(_is_users, every), every[0])
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))

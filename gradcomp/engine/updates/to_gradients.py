@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradcomp.core.requests import Reduce
 from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.slots import Slot
+from gradcomp.engine.slots import Slot, local
 from gradcomp.engine.updates.hidden_momentum import floating_state
 from gradcomp.native.memory import Update
 from gradcomp.networks import Connection
@@ -28,7 +28,7 @@ def deliver_residuals(
     scale = float(size) if sums else 1.0
     for bucket in reducer.buckets:
         bucket.put_back()  # a frozen layer's, which would be lost
-    residuals = [(each.index, each.residual / size) for each in reducer.buckets]
+    residuals = [(each.index, each.progress.residual / size) for each in reducer.buckets if each.progress is not None]
     answers = [network.start(Reduce(each), f"the mean residual of bucket {index}") for index, each in residuals]
     flat = [torch.cat([_gradient(reducer.slots[name]) for name in each.layout.names]) for each in reducer.buckets]
     grads = [network.start(Reduce(each * (scale / size)), f"the mean gradient of bucket {i}") for i, each in enumerate(flat)]
@@ -38,7 +38,7 @@ def deliver_residuals(
     for bucket, answer in zip(reducer.buckets, answers, strict=True):
         mean = answer()
         assert isinstance(mean, Tensor) and bucket.progress is not None
-        bucket.residual.zero_()
+        bucket.progress.residual.zero_()
         bucket.progress.start.zero_()
         assert bucket.progress.weights is not None
         bucket.progress.weights.read()  # it may lie elsewhere since the last step, or have had none
@@ -51,7 +51,7 @@ def deliver_residuals(
             slot = reducer.slots[name]
             grad = None if slot.parameter is None else slot.parameter.grad
             if grad is not None and not grad.is_sparse:
-                grad.copy_(slot.shaped(own))
+                local(grad).copy_(slot.shaped(own))
     for state, answer in zip(states, means, strict=True):
         mean = answer()
         assert isinstance(mean, Tensor)

@@ -18,7 +18,7 @@ import torch
 from gradcomp.core.requests import Request, World
 from gradcomp.engine.reducer import BUCKETS_OF_UPDATES, Options, Reducer
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.engine.health import INTERVAL
 from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.native import extension

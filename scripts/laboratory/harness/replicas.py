@@ -66,7 +66,7 @@ class Replica:
         flat, session = [grad.reshape(-1) for grad in grads], self.session
         session.begin()
         session.updates.gradients.add(flat)
-        if (poison := session.end_local_backward()) is not None:
+        if (poison := session.steps.end_backward()) is not None:
             flat[0] = flat[0].clone()
             flat[0][:1].add_(poison)
         session.updates.note_backward()

@@ -18,7 +18,7 @@ import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import SUMMARY_LENGTH
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.messages import ascending
 
 LINE = 64
@@ -154,7 +154,7 @@ def test_innovations_at_any_index_begin_to_age_anew() -> None:
     simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
     bucket = simulation._reducers[1].buckets[0]
-    fresh = bucket.layout.views(bucket.states["feedback"].ages)["a.weight"] == 0
+    fresh = bucket.layout.views(bucket.progress.ages)["a.weight"] == 0
     assert int(fresh.sum()) > 0.0125 * MIDDLE  # more than the 0.01 at common places
     assert bool((update.flatten()[fresh] != 0).all())
 
@@ -164,14 +164,14 @@ def test_a_step_that_waits_takes_nothing() -> None:
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
     own = simulation._reducers[2].buckets[0]
-    ages, middle = own.states["feedback"].ages, states(simulation)[2].middle
-    before, grads = own.residual.clone(), draw(30)
+    ages, middle = own.progress.ages, states(simulation)[2].middle
+    before, grads = own.progress.residual.clone(), draw(30)
     update = simulation.step(grads)
     assert not update["a.weight"].any() and not update["a.bias"].any()
     assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
     assert (ages[middle] != 0).all()
     whole = torch.cat([grads[2][name].flatten() for name in own.layout.names]) / (1 - 0.9)
-    torch.testing.assert_close(own.residual[middle], before[middle] + whole[middle])
+    torch.testing.assert_close(own.progress.residual[middle], before[middle] + whole[middle])
 
 
 def test_an_overflow_reaches_all_ranks_and_no_residual_with_codes() -> None:

@@ -149,7 +149,7 @@ def test_the_age_of_an_entry_begins_again_once_it_is_sent() -> None:
     for step in range(18):
         update = simulation.step(draw(step))["a.weight"]
         bucket = simulation._reducers[1].buckets[0]
-        ages = bucket.layout.views(bucket.states["feedback"].ages)["a.weight"].view_as(update).long()
+        ages = bucket.layout.views(bucket.progress.ages)["a.weight"].view_as(update).long()
         assert torch.equal(ages, torch.where(update != 0, 0, before + 1))
         waited, before = waited or bool((before > 1).any()), ages
     assert waited and simulation.stats()["phase"] == "code"

@@ -151,7 +151,7 @@ def test_a_factor_that_no_ranks_can_have_is_not_loaded() -> None:
     pair.train(2)
     states = [state["exchange"] for state in pair.ours.states()]
     states[1]["of_rank"]["1"]["buckets"][0]["noise"] = [1.0, 1.0, 1e30, 4.0]
-    pair.ours.each(lambda rank: rank.session.load_state_dict(states))
+    pair.ours.each(lambda rank: rank.session.resume.load_state_dict(states))
     assert pair.noises()[1].factor == 2
 
 

@@ -85,7 +85,7 @@ def test_an_optimizer_that_calls_another_one_exchanges_nothing_of_its_own() -> N
     def step(rank: Replica) -> None:
         rank.begin(outer[id(rank)])
         rank.step()
-        rank.session.after(outer[id(rank)])
+        rank.session.steps.after(outer[id(rank)])
         assert outer[id(rank)].param_groups[0]["momentum"] == 0.5
 
     for number in range(4):

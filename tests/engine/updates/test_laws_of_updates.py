@@ -294,7 +294,7 @@ def test_of_a_bad_step_that_nobody_skips_no_residual_is_spoiled(spec: str) -> No
     grads[1]["a"][3, 4] = math.nan
     ours.step(grads)
     for rank in ours.ranks:
-        assert all(bool(left.isfinite().all()) for left in rank.session.residual().values())
+        assert all(bool(left.isfinite().all()) for left in rank.session.resume.residual().values())
         assert not all(bool(weight.isfinite().all()) for weight in rank.weights.values()), "as under DDP, it shows"
 
 
@@ -304,5 +304,8 @@ def test_huge_gradients_leave_every_value_finite() -> None:
         for step in range(4):
             ours.step(drawn(step, 2, 1e36 if step == 1 else 1.0))
             for rank in ours.ranks:
-                kept: list[Tensor] = [*rank.session.residual().values(), *(each.detach() for each in rank.weights.values())]
+                kept: list[Tensor] = [
+                    *rank.session.resume.residual().values(),
+                    *(each.detach() for each in rank.weights.values()),
+                ]
                 assert all(bool(each.isfinite().all()) for each in kept), (spec, step)

@@ -64,7 +64,7 @@ class Pair:
                 rank.begin(rank.optimizer)
             result = step(*arguments, **options)
             if exchanges:
-                rank.session.after(rank.optimizer)
+                rank.session.steps.after(rank.optimizer)
             return result
 
         rank.optimizer.step = whole

@@ -1,0 +1,163 @@
+"""With what a session goes on: another spec, a loaded state, or a commit to which a training rolls back."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Compressor
+from gradcomp.engine import state
+from gradcomp.engine.meeting import Flow, Snapshot, run
+from gradcomp.engine.phases import Phase
+from gradcomp.engine.updates.steps import give_up_failed
+from gradcomp.engine.updates.to_gradients import deliver_residuals
+
+
+class Resume:
+    """The ways of one session to another compressor or state.
+
+    commits: the last two: ranks may differ by one where one of them fails while the others commit.
+    """
+
+    def __init__(self, session: Any):
+        """session: has this object."""
+        self._session: Any = weakref.proxy(session)
+        self._commits: deque[Snapshot] = deque(maxlen=2)
+
+    def change(self, compressor: Compressor | None, stock: torch.dtype | None = None) -> None:
+        """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before.
+
+        compressor: None keeps the present one. stock: the type in which the stock framework is to exchange gradients that are
+        not watched, in place of the compressor.
+        """
+        if compressor is not None:
+            run(self.changing(compressor))
+        self._session.let_stock_exchange(stock)
+
+    def changing(self, compressor: Compressor) -> Flow[None]:
+        """Change the compressor in lock-step with other ranks. See change()."""
+        session = self._session
+        old, before = session.reducer, session.compressor
+        compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
+        new = session.make_reducer(compressor)
+        delivers = old.on_updates and not new.on_updates and old.steps_done > 0
+        if old.on_updates == new.on_updates or not session.door.has_optimizers:
+            new = state.carry(old, new)
+        new.steps_done = old.steps_done
+        session.reducer, session.compressor = new, compressor
+        if session.has_met or delivers:
+            try:
+                yield from session.meeting(follows=False)
+                if delivers:
+                    session.updates.forget()
+                    yield from deliver_residuals(old, session.updates.optimizers(), session.network, session.sums)
+            except BaseException as error:
+                session.reducer, session.compressor = old, before
+                if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
+                    session.failed(error)
+                raise
+        was_hidden = old.on_updates and (old.given_momentum is None or old.given_momentum.hides)
+        session.updates.note_change(to_updates=new.on_updates and not was_hidden)
+        session.install(new, compressor)
+
+    def residual(self) -> dict[str, Tensor]:
+        """Copy this rank's residual, by name, in the parameters' shapes."""
+        return state.residuals(self._session.reducer, self._session.slots)
+
+    def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
+        """Copy this rank's share of a state."""
+        session = self._session
+        return state.save_share(session.reducer, session.slots.shapes, sums=session.sums, copy=copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy all that this rank's next step depends on."""
+        give_up_failed()
+        self._session.note("state_dict()")
+        place = self._session.membership.saved_place
+        return state.pack(self._session.spec, place.ranks, {place.rank: self.share()})
+
+    def load_state_dict(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> None:
+        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before.
+
+        make: makes the compressor of the state's spec, with which the session then continues; by default it keeps its own.
+        """
+        run(self.loading(saved, make))
+
+    def loading(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> Flow[None]:
+        """Load a state in lock-step with other ranks. See load_state_dict()."""
+        session = self._session
+        spec = session.spec if make is None else state.spec_of(saved) or session.spec
+        loaded = state.States(saved, spec)
+        taken = loaded.take(session.membership.place)
+        reducer, compressor = session.reducer, session.compressor
+        if make is not None and spec != session.spec:
+            compressor = make(spec)
+            reducer = session.make_reducer(compressor)
+        if reducer.on_updates and (parts := state.saved_parts(taken.shares)) is not None:
+            session.updates.parts = parts  # until the optimizers that they follow from are seen
+            reducer = session.make_reducer(compressor)
+        load = state.load_shares(reducer, session.slots.shapes, taken, loaded.steps)
+        meets_again = session.has_met or session.phase is Phase.FAILED
+        yield
+        session.restore(load, reducer, compressor)
+        session.membership.note_loaded(taken.of, loaded.ranks)
+        session.sums = loaded.sums
+        if meets_again:
+            try:
+                yield from session.meeting()
+            except BaseException as error:
+                session.failed(error)
+                raise
+
+    def load_residuals(self, residuals: Mapping[str, Tensor], steps: int) -> None:
+        """Continue with these residuals, by name and in the parameters' shapes. A compressor's own state begins anew."""
+        session = self._session
+        reducer = session.make_reducer(session.compressor)
+        for name, view in state.residual_views(reducer).items():
+            slot = reducer.slots[name]
+            view.copy_(slot.flat(residuals[name]))
+        reducer.steps_done = steps
+        for bucket in reducer.buckets:
+            bucket.steps = steps
+        session.restore(lambda: None, reducer, session.compressor)
+
+    # Commits: copies of the state in main memory, as elastic jobs make them.
+
+    def commit(self) -> None:
+        """Keep a copy of the state, beside the last one."""
+        session = self._session
+        session.note("commit()")
+        share = state.in_main_memory(self.share(lambda view: view))
+        self._commits.append(Snapshot(session.compressor, share, session.membership.owner))
+
+    def roll_back(self) -> None:
+        """Return to the last commit, also in the middle of a step or after one that failed. The ranks then meet again."""
+        if self._commits:
+            self._restore(self._commits[-1])
+
+    def sync(self) -> None:
+        """Meet the other ranks, and go on where rank 0 goes on, since all take rank 0's weights."""
+        self._session.meet(leader=0)
+
+    def go_back(self, steps: int) -> bool:
+        """Return to the newest commit after these steps, of the present spec unless auto chooses. False: there is none."""
+        spec = self._session.spec if self._session.turns is None else None
+        found = [each for each in self._commits if each.share["steps"] == steps and spec in (None, str(each.compressor))]
+        if found:
+            self._restore(found[-1])
+        return bool(found)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        session, share = self._session, snapshot.share
+        reducer = session.reducer
+        if snapshot.compressor is not session.compressor:  # a change of spec came after the commit
+            reducer = session.make_reducer(snapshot.compressor)
+        load = state.load_own(reducer, session.slots.shapes, share)
+        session.restore(load, reducer, snapshot.compressor)
+        session.membership.restore(snapshot.owner)
+        session.sums = share["sums"]

@@ -1,1 +1,0 @@
-"""The stages of a bucket: each prepares gradients for compression, and owns its part of the bucket's state."""
