@@ -29,17 +29,7 @@ SUBCOMMANDS = {
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 
 # The options that name a folder or a file.
-FOLDERS = (
-    "--out",
-    "--cache",
-    "--data",
-    "--before",
-    "--after",
-    "--horovod",
-    "--timm",
-    "--transformers",
-    "--text",
-)
+FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--horovod", "--transformers", "--text")
 
 
 def main(arguments: Sequence[str]) -> int:

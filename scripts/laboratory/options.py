@@ -70,6 +70,20 @@ def listed(text: str | list[str], read: Callable[[str], T]) -> list[T]:
     return [read(part) for part in parts]
 
 
+def some_of(names: Iterable[str], between: str = ",") -> Callable[[str], list[str]]:
+    """Return a reader of some of these names."""
+
+    def read(text: str) -> list[str]:
+        known = [*names]
+        chosen = [each.strip() for each in text.split(between)]
+        for each in chosen:
+            if each not in known:
+                raise argparse.ArgumentTypeError(f"{each!r} is none of: {', '.join(known)}{suggest(each, known)}")
+        return chosen
+
+    return read
+
+
 def hosts(text: str) -> int:
     """Read the size of an emulated cluster."""
     if positive(text) > MOST_HOSTS:

@@ -1,146 +1,117 @@
-"""`lab soak`: short soaks over real Horovod and DDP through the command line, and faults that its judge must find."""
+"""`lab soak`: short soaks over real Horovod and DDP through the command line, and what its judge must find."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from laboratory.loops import soak
+from laboratory.loops.launches import launch
+from laboratory.loops.soak import ENTRIES, SIZES, SPECS, Net, Plan
 from laboratory.main import main
-from laboratory.soak import judge
-from laboratory.soak.plan import ENTRIES, SPIKED, Plan, split
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, RANKS, SEED = 60, 2, 5
 
 
-def soaked(network: str, folder: Path) -> tuple[int, dict[str, Any]]:
-    """Run a short soak. Return its status and its record."""
-    places = ["--cache", str(folder / "cache"), "--out", str(folder), "--name", "short"]
-    settings = ["--steps", str(STEPS), "--ranks", str(RANKS), "--seed", str(SEED)]
-    status = main(["soak", "--network", network, *settings, *places])
-    return status, json.loads((folder / "soak-short.json").read_text())
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    """What the ranks of a short soak over DDP report."""
+    return launch("soak", RANKS, "ddp", SEED, STEPS)
 
 
-def of_name(verdicts: list[judge.Verdict], name: str) -> judge.Verdict:
+def of_name(verdicts: list[soak.Verdict], name: str) -> soak.Verdict:
     return next(verdict for verdict in verdicts if verdict.name == name)
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
-    """A short soak over DDP, with its logs and records."""
-    folder = tmp_path_factory.mktemp("soak")
-    return *soaked("ddp", folder), folder / "cache" / "short-ddp"
+def test_a_short_soak_over_ddp_is_whole(reports: list[dict[str, Any]]) -> None:
+    verdicts = {verdict.name: verdict.holds for verdict in soak.judge(Plan(SEED, STEPS), reports)}
+    assert verdicts["replicas"] and verdicts["conservation"]
+    assert len({line["spec"] for line in reports[0]["lines"]}) > 3 and reports[0]["lines"][-1]["step"] == STEPS
 
 
-def check(status: int, record: dict[str, Any], network: str, kinds: set[str]) -> None:
-    """Hold what each short soak shows."""
-    found = record["networks"][network]
-    verdicts = {verdict["name"]: verdict["holds"] for verdict in found["verdicts"]}
-    assert status == 0, found["verdicts"]
-    assert all(verdicts[name] for name in ("all ranks end", "replicas", "conservation"))
-    assert kinds <= {trouble["kind"] for trouble in found["troubles"]}
-    assert found["steps"] >= STEPS
-    assert record["command"].startswith(f"scripts/lab soak --network {network} --steps {STEPS}")
-
-
-def test_a_short_soak_over_ddp(ddp: tuple[int, dict[str, Any], Path]) -> None:
-    status, record, folder = ddp
-    check(status, record, "ddp", {"kill", "launch of 2 ranks", "launch of 1 ranks"})
-    assert str(folder) not in json.dumps(record)
-
-
-@pytest.mark.long  # Horovod takes half a minute to see that a rank has died
 def test_a_short_soak_over_horovod(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="`lab soak --network horovod` was NOT tested: Horovod is not installed")
-    check(*soaked("horovod", tmp_path), "horovod", {"kill", "join", "leave"})
+    settings = ["--steps", str(STEPS), "--ranks", "3", "--seed", str(SEED)]
+    status = main(["soak", "--network", "horovod", *settings, "--out", str(tmp_path), "--name", "short"])
+    record = json.loads((tmp_path / "soak-short.json").read_text())
+    verdicts = {verdict["name"]: verdict["holds"] for verdict in record["networks"]["horovod"]["verdicts"]}
+    assert status == 0 and verdicts["replicas"] and verdicts["conservation"], record
+    assert record["command"].startswith(f"scripts/lab soak --network horovod --steps {STEPS}")
 
 
-def judged(folder: Path) -> list[judge.Verdict]:
-    lines = [json.loads(line) for path in sorted(folder.glob("log-*.jsonl")) for line in path.read_text().splitlines()]
-    return judge.judge(Plan(SEED, STEPS), RANKS, lines, [], folder)
-
-
-def change(folder: Path, to: Path, change: Any) -> Path:
-    """Copy a soak's folder, and change the record of rank 1's end."""
-    shutil.copytree(folder, to)
-    paths = {path: torch.load(path, weights_only=True) for path in to.glob("record-*.pt")}
-    last = max(record["step"] for record in paths.values())
-    path, record = next((path, own) for path, own in paths.items() if own["step"] == last and own["rank"] == 1)
-    change(record)
-    torch.save(record, path)
-    return to
-
-
-def test_a_lost_gradient_is_found(ddp: tuple[int, dict[str, Any], Path], tmp_path: Path) -> None:
-    """Of one rank in one step, in one layer; at one entry; and in one message of entries beside the spikes."""
-    plan, folder = Plan(SEED, STEPS), ddp[2]
-    assert of_name(judged(folder), "conservation").holds
+def test_a_lost_gradient_is_found(reports: list[dict[str, Any]]) -> None:
+    """Of one rank in one step, in one layer; and at one entry."""
+    plan, (first, second) = Plan(SEED, STEPS), reports
     lost = plan.gradient(STEPS // 2, 0, RANKS).nan_to_num(0, 0, 0)
-
-    def of_layer(record: dict[str, Any]) -> None:
-        for residual, gradient in list(zip(split(record["residual"]), split(lost), strict=True))[1:2]:
-            residual -= gradient
-
-    def of_entry(record: dict[str, Any]) -> None:
-        record["residual"][ENTRIES - 100] -= 0.5
-
-    def beside_spikes(record: dict[str, Any]) -> None:
-        record["residual"][: SPIKED.stop : 50] = 0.0
-
-    for name, fault in {"layer": of_layer, "entry": of_entry, "beside": beside_spikes}.items():
-        verdict = of_name(judged(change(folder, tmp_path / name, fault)), "conservation")
-        assert verdict.holds is False, name
+    lost[: SIZES[0]] = lost[SIZES[0] + SIZES[1] :] = 0
+    entry = torch.zeros(ENTRIES)
+    entry[-100] = 0.5
+    for fault in (lost, entry):
+        found = of_name(soak.judge(plan, [first, {**second, "residual": second["residual"] - fault}]), "conservation")
+        assert found.holds is False and "off by more than rounding" in found.said
+    other = second["weights"].clone()
+    other[7] = torch.nextafter(other[7], torch.tensor(torch.inf))
+    found = of_name(soak.judge(plan, [first, {**second, "weights": other}]), "replicas")
+    assert found.holds is False and "ranks [1] differ" in found.said
 
 
-def one_bit(record: dict[str, Any]) -> None:
-    record["weights"][7] = torch.nextafter(record["weights"][7], torch.tensor(torch.inf))
-
-
-def no_end(record: dict[str, Any]) -> None:
-    record["final"] = False
+def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
+    """Make the log of one rank. changes: functions of the line's number, by figure."""
+    steady = {"rss_kb": 300_000, "fds": 20, "threads": 4, "cpu_ms": 10.0}
+    return [
+        {"step": 50 * (i + 1), "stretch": 0, "spec": SPECS[i // 5 % len(SPECS)]}
+        | {key: changes[key](i) if key in changes else value for key, value in steady.items()}
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "said"),
+    ("name", "changes"),
     [
-        (one_bit, "replicas", "ranks [1] differ"),
-        (no_end, "all ranks end", "1 of 2 ranks"),
+        ("rss_kb", {"rss_kb": lambda i: 300_000 + 12 * i}),
+        ("fds", {"fds": lambda i: 20 + i // 500}),
+        ("threads", {"threads": lambda i: 4 + i // 1200}),
+        ("step time", {"cpu_ms": lambda i: 10 + i / 100}),
     ],
 )
-def test_a_fault_of_one_rank_is_found(
-    fault: Any, name: str, said: str, ddp: tuple[int, dict[str, Any], Path], tmp_path: Path
-) -> None:
-    verdict = of_name(judged(change(ddp[2], tmp_path / "changed", fault)), name)
-    assert verdict.holds is False and said in verdict.said
+def test_what_grows_is_found(name: str, changes: Any) -> None:
+    """12 kB of 50 steps, one file of 25,000 steps, a thread after 60,000, a step that takes twice as long after 50,000."""
+    every = [*soak.flat_figures([logged()]), soak.step_time([logged()])]
+    assert len(every) == 4 and all(verdict.holds for verdict in every)
+    lines = [logged(**changes)]
+    found = {verdict.name: verdict.holds for verdict in [*soak.flat_figures(lines), soak.step_time(lines)]}
+    assert found == {verdict.name: verdict.name != name for verdict in every}
 
 
-def test_an_interrupted_soak_leaves_no_process(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "scripts" / "lab"), "soak", "--network", "ddp", "--ranks", "2"]
-    running = subprocess.Popen([*words, "--cache", str(tmp_path), "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    folder, until = tmp_path / "ddp", time.monotonic() + 100
-    while not (logs := list(folder.glob("log-*.jsonl"))) and running.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
-    running.send_signal(signal.SIGTERM)  # as Ctrl-C, which a shell hides from what runs in the background
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == 130 and "interrupted" in said
-    pids = [int(path.stem.partition("-")[2]) for path in logs]
-    assert pids and not any(_lives(pid) for pid in pids)
+def test_short_soaks_are_not_judged() -> None:
+    assert soak.step_time([logged(100)]).holds is None
+    assert {verdict.holds for verdict in soak.flat_figures([logged(soak.LEAST_LINES - 1)])} == {None}
 
 
-def _lives(pid: int) -> bool:
-    """Is a process there, and more than an entry that its new parent has not taken off the list?"""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    except OSError:
-        return False
+def test_the_plan_is_the_same_for_whoever_asks() -> None:
+    first, second = Plan(3, 20_000), Plan(3, 20_000)
+    steps = range(3000)
+    assert [first.spec(step) for step in steps] == [second.spec(step) for step in steps]
+    assert {first.spec(step) for step in range(250 * len(SPECS))} == set(SPECS)
+    assert sum(first.overflow(step) is not None for step in steps) == 10
+    for step in (0, 17, 251):
+        torch.testing.assert_close(first.gradient(step, 1, 4), second.gradient(step, 1, 4), equal_nan=True, rtol=0, atol=0)
+        assert not torch.equal(first.gradient(step, 1, 4), first.gradient(step, 2, 4))
+
+
+def test_the_models_gradients_are_the_given_ones() -> None:
+    model, drawn = Net(), Plan(1, 60).gradient(1, 0, 2)
+    model(drawn).backward()
+    grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(grads, drawn, equal_nan=True, rtol=0, atol=0)
+
+
+def test_one_rank_alone_cannot_be_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["soak", "--ranks", "1"]) == 2
+    assert "--ranks 1 must be at least 2" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laboratory.commands.loops import judge
-from laboratory.commands.trainers import is_far, merged, table, written
+from laboratory.commands.trainers import is_far, table, written
 from laboratory.loops.cell import Key
 from laboratory.main import main
 from laboratory.options import Refused
@@ -38,17 +38,6 @@ def test_a_mean_loss_is_compared_with_that_of_the_trainer_alone() -> None:
     assert written(page, record) == page
     with pytest.raises(Refused, match="0 places"):
         written("no place", record)
-
-
-def test_rows_of_equal_losses_become_one() -> None:
-    """`auto` chooses by time, so its losses differ from trainer to trainer."""
-    heading = ["loss", "alone", "`topk`", "`auto`"]
-    rows = [
-        ["A, SGD", "2.0", "+1.0 %", "-0.5 %"],
-        ["B, SGD", "2.0", "+1.0 %", "+0.2 %"],
-        ["B, AdamW", "2.0", "+1.0 %", "-0.5 %"],
-    ]
-    assert merged([heading, *rows]) == [heading, ["A; B, SGD", "2.0", "+1.0 %", "-0.5 to +0.2 %"], rows[2]]
 
 
 def test_a_plain_loop_on_real_ranks(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from laboratory import options, report
+from laboratory.harness import ways
+from laboratory.loops import by_ray
 from laboratory.loops.cases import CASES
 from laboratory.loops.cell import FAILED, Key
-from laboratory.machine import ROOT
+from laboratory.loops.launches import launch
 from laboratory.report import columns
 
 SPECS = "topk;sdagc;orq;auto"
@@ -34,16 +37,23 @@ The exit status is 1 if a cell is worse than plain by more than noise, also afte
 nor a refusal said so, or if ranks fail."""
 
 Found = dict[Key, dict[str, Any]]
+Lines = Sequence[dict[str, Any]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--cases", type=lambda text: known(text, CASES, ";"), default=[*CASES], help="separated by semicolons")
-    parser.add_argument("--doors", type=lambda text: known(text, DOORS, ","), default=[*DOORS], help="(default: both)")
-    parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
-    parser.add_argument("--steps", type=options.positive, default=150, help="of each training (default: 150)")
-    parser.add_argument("--seeds", type=options.positive, default=3, help="trainings of each cell (default: 3)")
+    cases = options.some_of(CASES, ";")
+    parser.add_argument("--cases", type=cases, default=[*CASES], help="separated by semicolons (default: all)")
+    parser.add_argument("--doors", type=options.some_of(DOORS), default=[*DOORS], help="(default: both)")
+    add_trainings(parser, SPECS, 150)
     options.add_places(parser, "none")
+
+
+def add_trainings(parser: argparse.ArgumentParser, specs: str, steps: int) -> None:
+    """Add the options of each cell's trainings."""
+    parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=specs, help=f"(default: {specs})")
+    parser.add_argument("--steps", type=options.positive, default=steps, help=f"of each training (default: {steps})")
+    parser.add_argument("--seeds", type=options.positive, default=3, help="trainings of each cell (default: 3)")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -52,15 +62,20 @@ def run(chosen: argparse.Namespace) -> int:
     lines = judge(train(seeded(every, chosen.seeds)))
     train_longer(lines, chosen)
     print(columns(table(lines)))
-    wrong = [line for line in lines if line["verdict"] in ("worse", "failed")]
-    for line in wrong:
-        print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
     record = [{**line, "key": list(line["key"][:4])} for line in lines]
     report.save(chosen, None, {"steps": chosen.steps, "ranks": 2, "seeds": chosen.seeds, "cells": record})
+    return complain(lines, "worse", "failed")
+
+
+def complain(lines: Lines, *verdicts: str) -> int:
+    """Print the cells with these verdicts. Return 1 if there are some."""
+    wrong = [line for line in lines if line["verdict"] in verdicts]
+    for line in wrong:
+        print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
     return int(bool(wrong))
 
 
-def train_longer(lines: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:
+def train_longer(lines: Lines, chosen: argparse.Namespace) -> None:
     """Train the cells that are worse for longer, beside plain. Those that are as good in the end are late, not worse."""
     worse = {line["key"]._replace(steps=LONGER * chosen.steps): line for line in lines if line["verdict"] == "worse"}
     again = [*worse, *dict.fromkeys(key._replace(spec="") for key in worse)]
@@ -93,12 +108,6 @@ def train(keys: Sequence[Key], text: str = "") -> Found:
 
     text: the prepared file of a task that reads one.
     """
-    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
-    from ranks import launch  # type: ignore[import-not-found]
-
-    from laboratory.loops import by_ray
-    from laboratory.loops.rank import play
-
     found: Found = {}
     in_launches = sorted(keys, key=lambda key: (key.door, not key.spec))
     for _, group in groupby(in_launches, key=lambda key: (key.door, not key.spec)):
@@ -106,8 +115,8 @@ def train(keys: Sequence[Key], text: str = "") -> Found:
         while left:
             part = left[:MOST]
             try:
-                starts = by_ray.launch if part[0].door == "ray" else launch
-                every = starts(play, 2, [list(key) for key in part], text, seconds=SECONDS)
+                starts = by_ray.launch if part[0].door == "ray" else partial(launch, "play")
+                every = starts(2, [list(key) for key in part], text, seconds=SECONDS)
             except AssertionError as failure:
                 if len(part) > 1:  # one of them took the ranks down
                     for key in part:
@@ -146,14 +155,8 @@ def judge(found: Found, is_worse: Callable[[float, float, float], bool] = below_
         refusals = sorted((cell["refused"] for cell in own if cell["refused"]), key=lambda text: not text.startswith(FAILED))
         known = {text for cell in plains for text in cell["warned"]}
         warned = [text for text in dict.fromkeys(text for cell in own for text in cell["warned"]) if text not in known]
-        line: dict[str, Any] = {
-            "key": key,
-            "score": None,
-            "plain": None,
-            "noise": None,
-            "refused": "".join(refusals[:1]),
-            "warned": warned,
-        }
+        line: dict[str, Any] = {"key": key, **dict.fromkeys(("score", "plain", "noise"))}
+        line |= {"refused": "".join(refusals[:1]), "warned": warned}
         if plain_scores:
             line["plain"], line["noise"] = round(statistics.mean(plain_scores), 3), round(statistics.pstdev(plain_scores), 3)
         if refusals:
@@ -168,39 +171,34 @@ def judge(found: Found, is_worse: Callable[[float, float, float], bool] = below_
     return lines
 
 
-def table(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Write a row for each case, door and optimizer: plain's score, then each spec's."""
-    specs = list(dict.fromkeys(line["key"].spec for line in lines))
-    rows = [["", "plain", *specs]]
-    for place, group in groupby(sorted(lines, key=lambda line: line["key"][:3]), key=lambda line: line["key"][:3]):
-        by_spec = {line["key"].spec: line for line in group}
-        plain = next(iter(by_spec.values()))
-        shown = [_shown(by_spec.get(spec)) for spec in specs]
-        rows.append([", ".join(place), report.figure(plain["plain"], "{:.1f}"), *shown])
-    return rows
+def table(
+    lines: Lines,
+    heading: Sequence[str] = ("", "plain"),
+    form: str = "{:.1f}",
+    shown: Callable[[dict[str, Any]], str] | None = None,
+) -> list[list[str]]:
+    """Write a row for each case, door and optimizer: plain's score, then each spec's. shown: writes that."""
+    specs = list(dict.fromkeys(line["key"][3] for line in lines))
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for line in lines:
+        rows.setdefault(tuple(line["key"][:3]), {})[line["key"][3]] = line
+    found = [[*heading, *specs]]
+    for place, own in rows.items():
+        plain = next(iter(own.values()))["plain"]
+        cells = [(shown or score_of)(own[spec]) if spec in own else "" for spec in specs]
+        found.append([", ".join(place), report.figure(plain, form), *cells])
+    return found
 
 
-def _shown(line: dict[str, Any] | None) -> str:
-    if line is None:
-        return ""
+def score_of(line: dict[str, Any]) -> str:
+    """Write a cell's score, and what is said of it."""
     if line["score"] is None:
         return str(line["verdict"])
     mark = {"worse": " WORSE", "late": " late", "warned": " warned", "ok": " said" if line["warned"] else ""}[line["verdict"]]
     return f"{line['score']:.1f}{mark}"
 
 
-def known(text: str, names: Any, between: str) -> list[str]:
-    """Read some of these names."""
-    chosen = [each.strip() for each in text.split(between)]
-    for each in chosen:
-        if each not in names:
-            raise argparse.ArgumentTypeError(f"{each!r} is none of: {', '.join(names)}")
-    return chosen
-
-
 def check_spec(spec: str) -> None:
     """Refuse a text that is neither a spec nor auto."""
-    from laboratory.harness import ways
-
     if not ways.is_spec(spec) and not spec.startswith("auto"):
         raise ValueError(f"{spec!r} is no spec of gradcomp, and not auto")

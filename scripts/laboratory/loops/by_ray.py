@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from laboratory.machine import ROOT
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
-def launch(play: Callable[..., Any], count: int, cells: Sequence[Any], text: str, seconds: float) -> list[Any]:
+def launch(count: int, cells: Sequence[Any], text: str, seconds: float) -> list[Any]:
     """Train cells on so many workers of one job; return what they return. Raise AssertionError where one reports nothing."""
     paths = [ROOT, ROOT / "scripts", ROOT / "tests" / "helpers", *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory(prefix="gradcomp-ray.") as folder:
@@ -53,7 +53,7 @@ def inside() -> int:
     def worker() -> None:
         import rank_server  # type: ignore[import-not-found] # of tests/helpers
 
-        from laboratory.loops.rank import play
+        from laboratory.loops.launches import play
 
         rank = ray.train.get_context().get_world_rank()
         os.environ |= {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(count)}

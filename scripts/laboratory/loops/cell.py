@@ -7,8 +7,9 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -47,7 +48,7 @@ class Key(NamedTuple):
 class Cell:
     """The parts of a training of digits, for the cases: net, batches, optimizer, and the model to call (whole).
 
-    rates: the learning rate by kind of optimizer.
+    rates: the learning rate by kind of optimizer. inner: the optimizer before it was wrapped.
     """
 
     _made = itertools.count()
@@ -60,7 +61,9 @@ class Cell:
         self.whole: Any = None
         self.optimizer: Any = None
         self.handle: Any = None
+        self.inner: Any = None
         self.net: Any
+        self.generator: Any
         self.begin(arrays)
 
     def begin(self, arrays: Arrays) -> None:
@@ -75,23 +78,24 @@ class Cell:
     def by_ddp(self) -> bool:
         return self.key.door == "ddp"
 
-    def make(self, parameters: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
-        """Make the kind's optimizer."""
+    def make(self, parameters: Any = None, **options: Any) -> torch.optim.Optimizer:
+        """Make the kind's optimizer, of all parameters that are not frozen unless some are given."""
         given = [*(self.net.parameters() if parameters is None else parameters)]
+        given = [each for each in given if each.requires_grad]
         if self.key.kind == "sgd":
             return torch.optim.SGD(given, **{"lr": self.rates["sgd"], "momentum": 0.9, **options})
         return torch.optim.AdamW(given, **{"lr": self.rates["adamw"], **options})
 
-    def wrap(self, optimizer: Any = None, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+    def wrap(self, optimizer: Any = None, ddp: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Put the net and the optimizer through the door. ddp: options of DDP; options: of Horovod's optimizer."""
-        inner = self.make() if optimizer is None else optimizer
+        self.inner = self.make() if optimizer is None else optimizer
         if self.by_ddp:
-            self.whole, self.optimizer = DistributedDataParallel(self.net, **(ddp or {})), inner
+            self.whole, self.optimizer = DistributedDataParallel(self.net, **(ddp or {})), self.inner
             if self.key.spec:
                 self.handle = gradcomp.ddp.attach(self.whole, self.key.spec)
             return
         self.whole = self.net
-        self.optimizer, self.handle = self.wrapped(inner, self.net, **options)
+        self.optimizer, self.handle = self.wrapped(self.inner, self.net, **options)
 
     def wrapped(self, inner: Any, net: nn.Module, **options: Any) -> tuple[Any, Any]:
         """Wrap an optimizer for Horovod. Each cell has names of its own, since Horovod joins operations by name."""
@@ -168,13 +172,43 @@ class UnclippedCell(TextCell):
     rates: ClassVar = {**TextCell.rates, "sgd": 0.05}
 
 
-def of_cell(key: Key, case: Any, arrays: Arrays) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """A usual loop.
+
+    play: takes all steps; returns the score unless it is the cell's. kinds: of optimizers that it is for. doors: that can do
+    it. more: specs beside those of all cases. cell: of its task. before: what comes before model and optimizer go through the
+    door, unless it does that itself (wraps=False). optimizer: another than the kind's. of_ddp, of_horovod: options of the door.
+    """
+
+    play: Callable[[Any], Any] = Cell.train
+    kinds: tuple[str, ...] = ("sgd", "adamw")
+    doors: tuple[str, ...] = ("ddp", "horovod")
+    more: tuple[str, ...] = ()
+    cell: type[Cell] = Cell
+    before: Callable[[Any], object] = lambda cell: None
+    wraps: bool = True
+    optimizer: Callable[[Any], Any] = Cell.make
+    of_ddp: Mapping[str, Any] = field(default_factory=dict)
+    of_horovod: Mapping[str, Any] = field(default_factory=dict)
+
+    def score(self, key: Key, arrays: Arrays) -> float:
+        """Train, and return the score."""
+        cell = self.cell(key, arrays)
+        self.before(cell)
+        if self.wraps:
+            cell.wrap(self.optimizer(cell), self.of_ddp, **self.of_horovod)
+        found = self.play(cell)
+        return float(cell.score() if found is None else found)
+
+
+def of_cell(key: Key, case: Case, arrays: Arrays) -> dict[str, Any]:
     """Train a cell. Return its score, the warnings of this rank, and the refusal, if it was refused."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         score, refused = math.nan, ""
         try:
-            score = float(case.play(case.cell(key, arrays)))
+            score = case.score(key, arrays)
         except Exception as error:
             raised_by = traceback.extract_tb(error.__traceback__)[-1].filename
             refused = f"{'' if PACKAGE in Path(raised_by).parents else FAILED}{type(error).__name__}: {error}"

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
 import gradcomp
-from laboratory.loops.cases import DDP, Case, accumulation, clip, closure
-from laboratory.loops.cell import TextCell, UnclippedCell
+from laboratory.loops.cases import DDP, accumulation, clip, closure
+from laboratory.loops.cell import Case, TextCell, UnclippedCell
 from laboratory.tasks import texts
 
 # The norm that gradients are clipped to: the default of HF's Trainer.
@@ -49,7 +49,7 @@ def loader(cell: TextCell) -> DataLoader[Any]:
     return DataLoader(Batches(cell), batch_size=None)
 
 
-def transformers(cell: TextCell) -> float:
+def transformers(cell: TextCell) -> None:
     """Train by HF's Trainer, which clips by default."""
     from transformers import Trainer, TrainingArguments
 
@@ -69,10 +69,9 @@ def transformers(cell: TextCell) -> float:
 
         ours.attach(trainer, cell.key.spec)
     trainer.train()
-    return cell.score()
 
 
-def accelerate(cell: TextCell) -> float:
+def accelerate(cell: TextCell) -> None:
     """Train by Accelerate, and clip as its examples do."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -89,10 +88,9 @@ def accelerate(cell: TextCell) -> float:
         accelerator.backward(texts.loss(model(batch["x"]), batch["labels"]))
         accelerator.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    return cell.score()
 
 
-def lightning(cell: TextCell) -> float:
+def lightning(cell: TextCell) -> None:
     """Train by Lightning's Trainer, which gives every step a closure, with its own clip."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -120,10 +118,9 @@ def lightning(cell: TextCell) -> float:
         use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(Text(cell.net), loader(cell))
-    return cell.score()
 
 
-def fabric(cell: TextCell) -> float:
+def fabric(cell: TextCell) -> None:
     """Train by Lightning's Fabric, and clip by it."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -140,10 +137,9 @@ def fabric(cell: TextCell) -> float:
         own.backward(texts.loss(model(batch["x"]), batch["labels"]))
         own.clip_gradients(model, optimizer, max_norm=CLIP)
         optimizer.step()
-    return cell.score()
 
 
-def ray_train(cell: TextCell) -> float:
+def ray_train(cell: TextCell) -> None:
     """Train as a worker of Ray Train."""
     from ray.train.torch import prepare_model
 
@@ -154,7 +150,6 @@ def ray_train(cell: TextCell) -> float:
         cell.backward()
         nn.utils.clip_grad_norm_(cell.whole.parameters(), CLIP)
         cell.optimizer.step()
-    return cell.score()
 
 
 @contextmanager
@@ -171,15 +166,15 @@ def as_torchrun() -> Iterator[None]:
         os.environ.update(before)
 
 
-on_text = partial(Case, doors=DDP, cell=TextCell)
+on_text, by_itself = partial(Case, doors=DDP, cell=TextCell), partial(Case, doors=DDP, cell=TextCell, wraps=False)
 
 TRAINERS = {
     "plain, clip_grad_norm_": on_text(clip),
     "plain, step(closure)": on_text(closure, cell=UnclippedCell),
     "plain, accumulation": on_text(accumulation, cell=UnclippedCell),
-    "HF Trainer": on_text(transformers),
-    "Accelerate": on_text(accelerate),
-    "Lightning": on_text(lightning),
-    "Fabric": on_text(fabric),
-    "Ray Train": on_text(ray_train, doors=("ray",)),
+    "HF Trainer": by_itself(transformers),
+    "Accelerate": by_itself(accelerate),
+    "Lightning": by_itself(lightning),
+    "Fabric": by_itself(fabric),
+    "Ray Train": by_itself(ray_train, doors=("ray",)),
 }
