@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from documents import ROOT, record, study
 
-from documentation import local_steps, scale, step_times, usual_loops
+from documentation import tables
 from laboratory.commands import steps, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -27,29 +28,21 @@ def over(task: str, rate: str, way: str, hosts: int = 4, other: str = "stock") -
     return f"{line(task, hosts, rate, way)['over'][other]['median']:.2f}"
 
 
-def test_the_results_are_those_of_the_records() -> None:
-    page = step_times.PAGE.read_text()
-    assert page == step_times.written(page), "run PYTHONPATH=scripts python -m documentation.step_times"
-    assert page == step_times.written(page.replace("1,593", "1,594")), "a page with other figures is written anew"
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_those_of_the_records(page: Path) -> None:
+    text = page.read_text()
+    assert text == tables.written(page, text), "run PYTHONPATH=scripts python -m documentation.tables"
+    other = re.sub(r"( -->\n\n)\|.*?(\n\n<!-- end)", r"\1old\2", text, flags=re.DOTALL)
+    assert "old\n\n<!-- end" in other and text == tables.written(page, other), "a page with other figures is written anew"
 
 
-def test_the_tables_of_usual_loops_are_those_of_the_records() -> None:
-    page = usual_loops.PAGE.read_text()
-    assert page == usual_loops.written(page), "run PYTHONPATH=scripts python -m documentation.usual_loops"
+def test_no_loop_is_worse_unsaid() -> None:
+    page = (ROOT / "docs" / "usual-loops.md").read_text()
     assert "\n| base | " in page and "worse |" not in page
 
 
-def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
-    page = local_steps.PAGE.read_text()
-    assert page == local_steps.written(page), "run PYTHONPATH=scripts python -m documentation.local_steps"
-    assert local_steps.CHART.read_text() == local_steps.chart(), "run PYTHONPATH=scripts python -m documentation.local_steps"
-
-
-def test_the_bytes_as_hosts_are_added_are_those_of_the_record() -> None:
-    page, lines = scale.PAGE.read_text(), scale.by_spec()
-    assert page == scale.written(page), "run PYTHONPATH=scripts python -m documentation.scale"
-    assert scale.CHART.read_text() == scale.chart(), "run PYTHONPATH=scripts python -m documentation.scale"
-    on = {spec: of[1024]["interface_bytes"] for spec, of in lines.items()}
+def test_the_bytes_as_hosts_are_added() -> None:
+    on = {spec: of[1024]["interface_bytes"] for spec, of in tables.by_hosts().items()}
     assert on["topk"] > on["stock"] > on["bf16"] > 3 * on["blocks"] and on["topk:route=split"] < on["topk"] / 100
 
 
@@ -96,7 +89,7 @@ def test_the_ratios_of_which_spec() -> None:
         ratio = lines["study-cifar-best"][name]["compression"]
         on_links = "/".join(f"{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16, 32))
         assert re.search(rf"\| `{spec}` \| [^|]+ \| {ratio:.0f} \| {on_links} \|", WHICH), (spec, on_links)
-    simulated = scale.by_spec()
+    simulated = tables.by_hosts()
     for spec in ("blocks", "orq"):
         (said,) = re.findall(rf"\| `{spec}` \| [^|]+ \| ([0-9.]+) \| \1/\1/\1/\1 \|", WHICH)
         for hosts in (4, 16):
@@ -104,13 +97,13 @@ def test_the_ratios_of_which_spec() -> None:
             assert float(said) == pytest.approx(stock / own, rel=0.01), (spec, hosts)
 
 
-@pytest.mark.parametrize("door", step_times.FSDP2)
+@pytest.mark.parametrize("door", tables.FSDP2)
 def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
     """In bytes of float32: what four ranks need, by (P - 1) / P over shards and 2 (P - 1) / P over replicas, and gloo moves."""
     needs, gloo = {"fsdp": (3.0, 6.0), "hsdp": (4.0, 6.0), "replicate": (6.0, 6.0)}[door]
     for run in record(f"train-blocks-{door}")["runs"]:
         assert run["ranks"] == 4 and run["parameters"] > 10e6
-        found = {way: step_times.gradient_bytes(run, way) for way in run["ways"]}
+        found = {way: tables.gradient_bytes(run, way) for way in run["ways"]}
         assert found["none"] == 0 and found["blocks"] <= 0.18 * needs
         assert 1 < found["stock"] / gloo < 1.01 and 1 < 2 * found["bf16"] / gloo < 1.01
         assert door != "fsdp" or (1 < found["alltoall"] / needs < 1.01 and 1 < 2 * found["half"] / needs < 1.01)
@@ -135,7 +128,7 @@ def test_the_losses_of_trainers_are_those_of_their_record() -> None:
 def test_the_outcomes_of_others_programs() -> None:
     """Programs that fail without gradcomp in the same way, on CPUs, are named apart."""
     lines = record("strangers")["lines"]
-    assert {line["spec"] for line in lines} == {*usual_loops.OF_PROGRAMS}
+    assert {line["spec"] for line in lines} == {*tables.OF_PROGRAMS}
     stock = {each["program"]: strangers.summary(each) for each in lines if not each["spec"]}
     cannot = [name for name, outcome in stock.items() if outcome.startswith("failed")]
     assert cannot == ["accelerate-comm-hook", "timm-train"]

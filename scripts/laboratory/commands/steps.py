@@ -41,7 +41,7 @@ examples:
   scripts/lab steps --data FOLDER    # two hours of two cores; needs root for the emulated clusters
 
 Each launch is a file in --out: the same command continues where it stopped. Times need the whole machine.
-PYTHONPATH=scripts python -m documentation.step_times then writes the tables of benchmarks/step-times.md."""
+PYTHONPATH=scripts python -m documentation.tables then writes the tables of benchmarks/step-times.md."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,249 @@
+"""The charts of pages that are made from records. PYTHONPATH=scripts python -m documentation.pictures draws them anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from documentation.charts import Bar, Bounded, Curve, Sheet, bars, bounds, curves
+from documentation.tables import DOCS, RESULTS, SCALED, Line, by_hosts, lines_of, way_of
+from laboratory.commands.steps import DOORS, launched
+from laboratory.report import read
+from laboratory.stats import upper_bound
+from laboratory.tasks.table import PERPLEXITY
+
+CHARTS = DOCS / "charts"
+HOSTS = 4
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+CLUSTERS = {
+    "cifar-large": "CIFAR-10, net of 2.8 M parameters, SGD",
+    "shakespeare": "Text, transformer of 1.3 M parameters, AdamW",
+}
+# What charts call ways that are not called by their specs.
+CALLED = {"topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc", "bf16:steps=4": "bf16, 4 batches"}
+CALLED |= {"orq:levels=9": "orq, 9 levels", "orq:levels=9,momentum=0": "orq, 9 levels"}
+CALLED |= {"topk:ratio=0.0046,warmup=312": "topk, warm-up", "powersgd:rank=4": "PowerSGD 4"}
+CALLED |= {f"topk:ratio={ratio}": f"topk {100 * ratio:.2g} %" for ratio in (0.02, 0.0046, 0.0018)}
+CALLED |= {f"sdagc:density={ratio}": f"sdagc {100 * ratio:.2g} %" for ratio in (0.0042, 0.0016)}
+CALLED |= {f"powersgd:rank={rank},start={start}": f"PowerSGD {rank}" for rank in (1, 2, 4, 8) for start in (80, 234)}
+
+# The rows of a chart of step times, each with the ways of DDP and of Horovod. Those of gradcomp have one name.
+ROWS: Mapping[str, tuple[str, str]] = {
+    "no exchange": ("none", "none"),
+    "stock": ("stock", "stock"),
+    "bf16 | fp16": ("bf16", "fp16"),
+    "bf16, 4 batches": ("bf16:steps=4", ""),
+    "PowerSGD 4 | DGC": ("powersgd:rank=4", "dgc:ratio=0.01"),
+    "topk": ("topk", "topk"),
+    "orq, 9 levels": ("orq:levels=9,momentum=0",) * 2,
+    "auto": ("auto", "auto"),
+}
+
+# The trainings whose steps are set beside step times, by task: the records, and the specs that trained, each with the way of
+# DDP's steps, which is Horovod's, too, where that has it.
+RACES: Mapping[str, tuple[Sequence[str], Mapping[str, str]]] = {
+    "cifar-large": (
+        ["study-cifar-large"],
+        {"dense": "stock", "bf16": "bf16", "topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc"},
+    ),
+    "shakespeare": (
+        ["study-shakespeare-rest", "study-shakespeare"],
+        {
+            "dense": "stock",
+            "bf16": "bf16",
+            "topk:ratio=0.01": "topk",
+            "sdagc": "sdagc",
+            "orq:levels=9": ROWS["orq, 9 levels"][0],
+        },
+    ),
+}
+
+# The trainings of a chart of scores: a heading, the record or those of several learning rates, of which each way has its best,
+# and the specs, separated by semicolons. A heading without a figure goes on with the part before. In percent, differences are
+# a share of the score.
+RATES, ADVISED = ("05", "1", "2", "4"), "powersgd:rank={},start=80"
+STUDIES: list[tuple[str, Sequence[str], str]] = [
+    (
+        "CIFAR-10, SGD, 12 seeds: points below dense's {:.1f} %",
+        ["cifar-best"],
+        "orq;bingrad;topk:ratio=0.02;topk:ratio=0.01;sdagc:density=0.01",
+    ),
+    (
+        "The same, 3 seeds: points below dense's {:.1f} %",
+        ["cifar"],
+        "sdagc:density=0.0042;topk:ratio=0.0046;topk:ratio=0.0018;sdagc:density=0.0016",
+    ),
+    (
+        "Best of 4 rates, 3 seeds: points below dense's {:.1f} %",
+        [f"cifar-rate-{rate}" for rate in RATES],
+        "blocks;orq;sdagc:density=0.01;topk:ratio=0.01",
+    ),
+    (
+        "Peers on real ranks, 3 seeds: points below DDP's {:.1f} %",
+        ["cifar-peers", *(f"cifar-peers-rate-{rate}" for rate in RATES if rate != "1")],
+        ";".join(["bf16", *(ADVISED.format(rank) for rank in (8, 4, 2)), "bf16:steps=4", ADVISED.format(1)]),
+    ),
+    (
+        "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
+        ["cifar-converged"],
+        "sdagc:density=0.0042;topk:ratio=0.01;orq;powersgd:rank=4,start=234;blocks",
+    ),
+    ("The same training", ["cifar-converged-rest"], "topk:ratio=0.0046;topk:ratio=0.0046,warmup=312"),
+    (
+        "Text, best of 4 rates, 3 seeds: % above dense's {:.2f}",
+        [f"text-converged-{rate}" for rate in ("4e3", "8e3", "16e3", "32e3")],
+        "sdagc:density=0.0042;topk:ratio=0.01;orq;blocks",
+    ),
+    ("Text, larger, 500 steps, 3 seeds: % above dense's {:.2f}", ["shakespeare-best-rate"], "topk:ratio=0.01;sdagc;orq"),
+    ("The same, 5 seeds", ["blocks-text-best-rate"], "blocks"),
+    ("The same, 250 steps, rate 0.001: % above dense's {:.2f}", ["shakespeare-rest"], "bf16;orq:levels=9;orq;bingrad"),
+]
+
+
+def scores() -> str:
+    """Draw what each spec loses, by its ratio of bytes. Records of one training share a part of the chart."""
+    sheet, parts = Sheet("Scores beside dense's, by the ratio of bytes"), list[tuple[str, list[Bounded]]]()
+    for heading, names, specs in STUDIES:
+        lines, seeds = best(names), heading.partition(", ")[2]
+        base = base_of(lines)["score"]
+        if "{" in heading:
+            parts.append((heading.format(base), []))
+        title, rows = parts[-1]
+        for spec in specs.split(";"):
+            name = CALLED.get(spec, spec) + (f", {seeds}" if seeds and "{" not in heading else "")
+            rows.append(bounded(name, lines[spec], 100 / base if "% above" in title else 1))
+    for title, rows in parts:
+        sheet.heading(title)
+        bounds(sheet, rows, "{:.1f}" if "% above" in title else "{:.2f}")
+    return sheet.svg()
+
+
+def best(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a study's lines by their spec; of records with other learning rates, the one with its least training loss.
+
+    They are compared with dense, or with stock where real ranks trained it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        (task,) = read(RESULTS / f"study-{name}.json")["tasks"].values()
+        for line in task["lines"]:
+            known = found.get(line["spec"])
+            if known is None or line["losses"][-1] < known["losses"][-1]:
+                found[line["spec"]] = line
+    sign = 1 if task["score"] == PERPLEXITY[0] else -1
+    for line in found.values():
+        worse = [sign * (a - b) for a, b in zip(line["scores"], base_of(found)["scores"], strict=True)]
+        line |= {"worse_than_dense": fmean(worse), "worse_at_most": upper_bound(worse)}
+    return found
+
+
+def base_of(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the line that others are compared with."""
+    return lines.get("stock", lines["dense"])
+
+
+def bounded(label: str, line: Line, factor: float) -> Bounded:
+    """Return a spec's row."""
+    ours = not line["spec"].startswith(("bf16", "powersgd"))
+    return Bounded(label, line["compression"], line["worse_than_dense"] * factor, line["worse_at_most"] * factor, ours)
+
+
+def steps() -> str:
+    """Draw the milliseconds of a step."""
+    sheet = Sheet("Milliseconds of a step, by link, under DDP and under Horovod")
+    rows = {name: [(way, lambda ms: Bar(ms, f"{ms:,.0f}")) for way in ways] for name, ways in ROWS.items()}
+    for task, about in CLUSTERS.items():
+        sheet.heading(f"{about}: ms a step")
+        blocks(sheet, task, rows, 48)
+    return sheet.svg()
+
+
+def seconds() -> str:
+    """Draw the seconds until the loss of a training is down at dense's, from its steps over the seeds and a step's time."""
+    sheet = Sheet("Seconds until a training's loss is down at dense's, by link, under DDP and under Horovod")
+    for task, (records, ways) in RACES.items():
+        by_spec = {line["spec"]: line for name in records for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]}
+        sheet.heading(f"{CLUSTERS[task]}: s until the loss is dense's")
+        rows = {
+            "stock" if spec == "dense" else CALLED.get(spec, spec): [
+                (way if door == "ddp" or way != "bf16" else "", lambda ms, line=by_spec[spec]: needed(line, ms))
+                for door in DOORS
+            ]
+            for spec, way in ways.items()
+        }
+        blocks(sheet, task, rows, 66)
+    return sheet.svg()
+
+
+def needed(line: Line, ms: float) -> Bar:
+    """Return the seconds that a way's steps take, and their bound over the seeds."""
+    found = line["steps_to_loss"] * ms / 1000
+    most = (
+        ""
+        if line["spec"] == "dense"
+        else f" (\N{LESS-THAN OR EQUAL TO} {found * line['times_at_most'] / line['times_the_steps']:,.0f})"
+    )
+    return Bar(found, f"{found:,.0f}{most}")
+
+
+def blocks(sheet: Sheet, task: str, rows: Mapping[str, Sequence[tuple[str, Callable[[float], Bar]]]], words: float) -> None:
+    """Draw the rows of each link, which share a scale: by door the way, and the bar of its milliseconds.
+
+    words: their room beside a bar.
+    """
+    every = {door: launched(task, door) for door in DOORS}
+    for rate, link in LINKS.items():
+        ms = [{line["way"]: line["ms"]["median"] for line in every[door][HOSTS, rate]["lines"]} for door in DOORS]
+        sheet.height += 6
+        sheet.text(8, f"{HOSTS} hosts, {link}", "muted")
+        for at, door in enumerate(DOORS.values()):
+            sheet.text(112 + at * 140, door, "muted")
+        sheet.height += 16
+        drawn = []
+        for name, columns in rows.items():
+            found = [bar(of[way]) if way in of else Bar(None, "") for of, (way, bar) in zip(ms, columns, strict=True)]
+            drawn.append((name, name in ("topk", "sdagc", "orq, 9 levels", "auto"), found))
+        bars(sheet, drawn, words)
+
+
+def local_steps() -> str:
+    """Draw how much worse than DDP each way of local steps ends, by its ratio of bytes."""
+    sheet = Sheet("What local steps lose, by the ratio of bytes")
+    about = "Text: loss of a held-out byte above DDP's, percent", "CIFAR-10: points below DDP's {:.1f} %"
+    for study, heading in zip(("local-steps", "local-cifar"), about, strict=True):
+        ddp, *others = lines_of(study)
+        sheet.heading(heading.format(ddp["score"]))
+        rows = []
+        for line in others:
+            both, way = zip(line["scores"], ddp["scores"], strict=True), way_of(line)
+            if study == "local-steps":
+                by = [100 * (math.log(own) / math.log(base) - 1) for own, base in both]
+            else:
+                by = [base - own for own, base in both]
+            rows.append(Bounded(f"every {way.every}, {way.spec}", line["compression"], fmean(by), upper_bound(by), True))
+        bounds(sheet, rows, "{:.1f}")
+    return sheet.svg()
+
+
+def scale() -> str:
+    """Draw the bytes at a host's interface, by the number of hosts."""
+    sheet, lines = Sheet("Megabytes at a host's interface in a step, as hosts are added"), by_hosts()
+    hosts = sorted(lines["stock"])
+    sheet.heading("Megabytes at a host's interface in a step, by hosts")
+    theirs = ("stock", "bf16", "powersgd:rank=4")
+    drawn = [
+        Curve(name, spec not in theirs, [lines[spec][n]["interface_bytes"] / 1e6 for n in hosts])
+        for spec, name in SCALED.items()
+    ]
+    curves(sheet, drawn, [f"{n:,}" for n in hosts], 220)
+    return sheet.svg()
+
+
+DRAWN = {"scores": scores, "steps": steps, "seconds": seconds, "local-steps": local_steps, "scale": scale}
+
+
+if __name__ == "__main__":
+    for name, draw in DRAWN.items():
+        (CHARTS / f"{name}.svg").write_text(draw())

@@ -1,0 +1,229 @@
+"""The tables of pages that are made from records. PYTHONPATH=scripts python -m documentation.tables writes them anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from laboratory.commands.steps import DOORS, HOSTS, LINKS, cluster, launched
+from laboratory.commands.strangers import summary
+from laboratory.harness.ways import LocalWay, local_of
+from laboratory.machine import ROOT
+from laboratory.report import Rows, figure, filled, read
+
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+Line = Mapping[str, Any]
+
+
+def lines_of(name: str) -> list[Any]:
+    """Return the lines of a study of one task."""
+    (task,) = read(RESULTS / f"study-{name}.json")["tasks"].values()
+    found: list[Any] = task["lines"]
+    return found
+
+
+# benchmarks/step-times.md
+
+
+def steps(task: str, door: str) -> Rows:
+    """Write the milliseconds of a step: a row for each way, a column for each cluster."""
+    every = {place: record["lines"] for place, record in launched(task, door).items()}
+    places = [(hosts, rate) for hosts in HOSTS for rate in LINKS if (hosts, rate) in every]
+    rows = [["ms a step", *(cluster(*place) for place in places)]]
+    for way in dict.fromkeys(line["way"] for place in places for line in every[place]):
+        ms = [next((line["ms"]["median"] for line in every[place] if line["way"] == way), None) for place in places]
+        rows.append([f"`{way}`", *(figure(each, "{:,.0f}", "") for each in ms)])
+    return rows
+
+
+def fsdp2(door: str) -> Rows:
+    """Write a row for each way: its gradients' bytes on a host's interface, and the milliseconds of a step on each link."""
+    runs = read(RESULTS / f"train-blocks-{door}.json")["runs"]
+    rivals = [rival for rival in ("stock", "bf16", "alltoall") if rival in runs[0]["ways"]]
+    over = f"over {', '.join(f'`{rival}`' for rival in rivals)}"
+    rows = [["way", "bytes an entry", *(cell for run in runs for cell in (f"ms, {cluster(run['hosts'], run['rate'])}", over))]]
+    for at, first in enumerate(runs[0]["lines"]):
+        row = [f"`{first['way']}`", f"{gradient_bytes(runs[0], first['way']):.2f}"]
+        for line in (run["lines"][at] for run in runs):
+            ratios = [ratio(line["over"].get(rival), "-") for rival in rivals]
+            row += [f"{line['ms']['median']:,.0f}", ", ".join(ratios)]
+        rows.append(row)
+    return rows
+
+
+def ratio(over: Line | None, missing: str) -> str:
+    """Write the median of a ratio, and its bound."""
+    return missing if over is None else f"{over['median']:.2f} ({over['at_most']:.2f})"
+
+
+def gradient_bytes(run: Any, way: str) -> float:
+    """Return the bytes that a host's interface sends for each entry of the gradients: the parameters' are in `none`."""
+    none, own = (next(line for line in run["lines"] if line["way"] == each) for each in ("none", way))
+    sent: float = own["interface_bytes_per_step"] - none["interface_bytes_per_step"]
+    return sent / int(run["parameters"])
+
+
+# The specs of the bytes as hosts are added, and what the chart calls them; and the numbers of hosts in the table, of which the
+# messages and the memory are those with the most.
+SCALED = {"stock": "stock", "bf16": "bf16", "powersgd:rank=4": "PowerSGD 4", "blocks": "blocks", "orq": "orq", "topk": "topk"}
+SCALED |= {"topk:route=split": "topk, split", "topk:route=tree": "topk, tree", "gs_sgd": "gs_sgd"}
+SCALED |= {"topk:by_host=true": "topk, by host"}
+SCALED_HOSTS = (4, 16, 64, 1024)
+
+
+def by_hosts() -> dict[str, dict[int, Line]]:
+    """Return the lines of scale.json by spec and hosts."""
+    found: dict[str, dict[int, Line]] = {}
+    for line in read(RESULTS / "scale.json")["lines"]:
+        found.setdefault(line["spec"], {})[line["hosts"]] = line
+    return found
+
+
+def scale() -> Rows:
+    """Write a row for each spec: megabytes with a few and with many hosts, and what many take besides."""
+    lines, most = by_hosts(), SCALED_HOSTS[-1]
+    rows = [
+        [
+            "spec",
+            *(f"{hosts:,} hosts" for hosts in SCALED_HOSTS),
+            *(f"{each}, {most:,}" for each in ("messages", "MB received")),
+        ]
+    ]
+    for spec in SCALED:
+        megabytes = [f"{lines[spec][hosts]['interface_bytes'] / 1e6:,.1f}" for hosts in SCALED_HOSTS]
+        many = lines[spec][most]
+        rows.append([f"`{spec}`", *megabytes, f"{many['messages']:,}", f"{many['received_bytes'] / 1e6:,.1f}"])
+    return rows
+
+
+# docs/usual-loops.md
+
+LOOP_SPECS, KINDS = ("topk", "sdagc", "orq"), ("sgd", "adamw")
+EXACT = "topk:ratio=1,momentum=0,wire=exact"
+OF_PROGRAMS = {"": "without gradcomp", "dense": "`dense`", EXACT: "all entries, exactly", "topk": "`topk`"}
+
+
+def loops() -> Rows:
+    """Write a row for each loop under DDP: the scores of DDP alone and of each spec, by SGD and by AdamW.
+
+    Later records are of single loops, trained anew.
+    """
+    by_key: dict[tuple[str, str, str], Any] = {}
+    for record in (RESULTS / "loops-ddp.json", *sorted(RESULTS.glob("loops-ddp-*.json"))):
+        by_key |= {(name, kind, spec): line for line in read(record)["cells"] for name, _, kind, spec in [line["key"]]}
+    rows = [["loop", "alone", *(f"`{spec}`" for spec in LOOP_SPECS)]]
+    for name in dict.fromkeys(name for name, _, _ in by_key):
+        kinds = [kind for kind in KINDS if (name, kind, LOOP_SPECS[0]) in by_key]
+        alone = "/".join(figure(by_key[name, kind, LOOP_SPECS[0]]["plain"], "{:.1f}", "refused") for kind in kinds)
+        rows.append([name, alone, *("/".join(loop(by_key[name, kind, spec]) for kind in kinds) for spec in LOOP_SPECS)])
+    return rows
+
+
+def loop(line: Line) -> str:
+    """Write a score, and how it compares where it is below that of DDP alone."""
+    if line["score"] is None:
+        return str(line["verdict"])
+    word = {"late": " later", "warned": " warned", "worse": " worse"}.get(line["verdict"], "")
+    return f"{line['score']:.1f}{word}"
+
+
+def programs() -> Rows:
+    """Write a row for each program of others that CPUs can run: its outcome without gradcomp and under each spec."""
+    rows = [["program", *OF_PROGRAMS.values()]]
+    lines = {(line["program"], line["spec"]): line for line in read(RESULTS / "strangers.json")["lines"]}
+    for program in dict.fromkeys(program for program, _ in lines):
+        outcomes = [summary(lines[program, spec]) if (program, spec) in lines else "-" for spec in OF_PROGRAMS]
+        rows += [[f"`{program}`", *outcomes]] if not outcomes[0].startswith("failed") else []
+    return rows
+
+
+# docs/local-steps.md
+
+
+def local_steps() -> Rows:
+    """Write a row for each way: its loss, how much larger it is than DDP's with the same seeds, and its bytes."""
+    ddp, *others = lines_of("local-steps")
+    rows = [["way", "nats a byte", "over DDP's", "bytes, DDP's / sent", "seeds"]]
+    rows.append(["DDP", f"{nats(ddp['scores']):.3f}", "", "1 x", str(len(ddp["seeds"]))])
+    for line in others:
+        way, own = way_of(line), nats(line["scores"])
+        over = 100 * (own / nats([ddp["scores"][ddp["seeds"].index(seed)] for seed in line["seeds"]]) - 1)
+        cells = [f"{own:.3f}", f"{over:+.1f} %", f"{line['compression']:,.0f} x", str(len(line["seeds"]))]
+        rows.append([f"`every={way.every}`, `{way.spec}`", *cells])
+    return rows
+
+
+def nats(perplexities: list[float]) -> float:
+    """Return the loss of a held-out byte, over the seeds."""
+    return fmean(map(math.log, perplexities))
+
+
+def way_of(line: Line) -> LocalWay:
+    """Return the local steps of a line that is not DDP's."""
+    way = local_of(line["spec"])
+    assert way is not None
+    return way
+
+
+# docs/results.md
+
+# The kernels of the page, and what it calls them.
+KERNELS = {
+    "accumulate, take_topk": "accumulate and exact top-k of 0.1 %",
+    "torch add_, top-k, gather, fill": "the same in plain torch",
+    "accumulate, moments, take_above": "accumulate, moments, entries beyond 3.3 deviations",
+    "ORQ-3, round and add": "ORQ-3: levels, words, and these decoded and added",
+}
+
+
+def kernels() -> Rows:
+    """Write a row for each kernel."""
+    lines = {line["name"]: line for line in read(RESULTS / "kernels-cpu-amd-epyc.json")["lines"]}
+    rows = [["", "x the time of `add_`", "share of copy bandwidth"]]
+    for name, called in KERNELS.items():
+        times, share = (lines[name][key] for key in ("ratio_to_add", "share_of_copy"))
+        rows.append([called, f"{times['median']:.1f}", f"{100 * share:.0f} %" if share else ""])
+    return rows
+
+
+def over_alltoall() -> Rows:
+    """Write a row for each way under FSDP2: its bytes, and its step over that of an all-to-all."""
+    runs = read(RESULTS / "train-blocks-fsdp.json")["runs"]
+    rows = [["way", "bytes an entry", *(f"over `alltoall`, {cluster(4, run['rate']).partition(', ')[2]}" for run in runs)]]
+    for at, first in enumerate(runs[0]["lines"]):
+        cells = [ratio(run["lines"][at]["over"].get("alltoall"), "") for run in runs]
+        rows.append([f"`{first['way']}`", f"{gradient_bytes(runs[0], first['way']):.1f}", *cells])
+    return rows
+
+
+FSDP2 = {"fsdp": "shards", "hsdp": "replicas of two shards", "replicate": "replicas"}
+TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
+STEP_TIMES: dict[str, Callable[[], Rows]] = {
+    f"{about}, {called}": lambda task=task, door=door: steps(task, door)  # type: ignore[misc]
+    for task, about in TASKS.items()
+    for door, called in DOORS.items()
+}
+STEP_TIMES |= {f"FSDP2, {about}": lambda door=door: fsdp2(door) for door, about in FSDP2.items()}  # type: ignore[misc]
+
+# The tables of each page, by the places that are marked for them.
+PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
+    ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale},
+    DOCS / "usual-loops.md": {"loops": loops, "programs": programs},
+    DOCS / "local-steps.md": {"losses": local_steps},
+    DOCS / "results.md": {"FSDP2": over_alltoall, "kernels": kernels},
+}
+
+
+def written(page: Path, text: str) -> str:
+    """Return a page's text with the tables of the records."""
+    for place, rows in PAGES[page].items():
+        text = filled(page, text, place, rows())
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page, page.read_text()))
