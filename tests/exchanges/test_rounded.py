@@ -8,11 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp.exchanges.rounded import SECONDS_PER_BYTE, SECONDS_PER_OPERATION, GroupPartition
+from gradcomp.core.wrapper import Wrapper
+from gradcomp.exchanges.rounded import SECONDS_PER_BYTE, SECONDS_PER_OPERATION, GroupPartition, Rounded
 from gradcomp.messages import payload as payloads
-from laboratory.commands.rounding import rounded
 
 GROUP = 32
+
+
+def rounded(spec: str) -> Rounded:
+    """Return a spec's compressor, without its wrappers."""
+    made = gradcomp.make(spec)
+    while isinstance(made, Wrapper):
+        made = made.inner
+    assert isinstance(made, Rounded)
+    return made
 
 
 @given(st.integers(1, 5000), st.sampled_from([32, 256]), st.integers(1, 300))

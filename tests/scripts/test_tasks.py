@@ -81,25 +81,6 @@ def test_a_spec_that_needs_learning_rates_or_keeps_a_momentum_trains(spec: str, 
         assert all(map(math.isfinite, record["losses"])) and max(record["sent"]) < 4 * record["parameters"]
 
 
-def test_a_fine_tuning_begins_at_the_trained_weights_and_learns_the_second_text(data: Path, tmp_path: Path) -> None:
-    task = TASKS["shakespeare"]
-    assert task.source is not None
-    file = table.prepare("shakespeare", task.source, data, tmp_path)
-    own = task.defaults._replace(steps=2, batch=2, width=32, depth=1, lr=0.02)
-    for way in ("topk:ratio=0.1", "local:2/0.9/0.7/sign"):
-        scores = [
-            [
-                score
-                for _, _, score in train(Training("shakespeare", way, 0, 2, own._replace(tuned=tuned), data=file), tmp_path)[
-                    "scores"
-                ]
-            ]
-            for tuned in (0, 1, 12)
-        ]
-        (first,), (same, little), (equal, much) = scores
-        assert first == same == equal and much < little - 1
-
-
 def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cifar10-25k.npz").write_bytes(b"not an archive")
     (tmp_path / "tinyshakespeare.txt").write_bytes(b"short")
@@ -113,8 +94,6 @@ def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: 
         (["cifar", "--data", str(data), "--set", "batch=20"], "4 ranks of 20 pictures are more than the 30 to train on"),
         (["shakespeare", "--data", str(data), "--set", "width=40"], "width=40 must be a multiple of 32"),
         (["conv", "--set", "depth=2"], "--set depth: conv has no depth"),
-        (["conv", "--set", "tuned=2"], "--set tuned: conv has no tuned"),
-        (["shakespeare", "--data", str(data), "--set", "tuned=2,clip=0", "--door", "ddp"], "tuned is of simulated ranks"),
         (["cifar,conv", "--set", "beta2=0.9"], "--set beta2: cifar has no beta2"),
     ):
         assert main([*at, "--tasks", *given]) == 2

@@ -98,8 +98,6 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         raise Refused(f"{task} clips each rank's gradient, which {way} cannot on real ranks of {door}; add --set clip=0")
     if door != ways.SIMULATED:
         ways.refuse([way], door)
-        if own.tuned:
-            raise Refused("tuned is of simulated ranks; leave --door and ways of real ranks out")
         if chosen.ranks < 2:
             raise Refused(f"--ranks {chosen.ranks}: one real rank exchanges nothing; give at least two")
     return Training(task, way, seed, chosen.ranks, own, door, data=data, rate=chosen.rate or "")
@@ -156,8 +154,6 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "spec": spec,
         "seeds": seeds,
         "scores": [or_none(score) for score in scores],
-        # before the fine-tuning, if there is one
-        **({"first_scores": [or_none(r["scores"][0][2]) for r in own]} if len(own[0]["scores"]) > 1 else {}),
         "score": or_none(statistics.fmean(scores)),
         "score_error": or_none(stats.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),

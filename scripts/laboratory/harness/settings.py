@@ -80,6 +80,4 @@ def described() -> str:
 
 def settings_of(name: str) -> dict[str, float]:
     """Return a task's settings, with their defaults."""
-    own = TASKS[name]
-    others = {of for of in OF_SOME if not (of == "tuned" and own.second)}
-    return {of: value for of, value in own.defaults._asdict().items() if value or of not in others}
+    return {of: value for of, value in TASKS[name].defaults._asdict().items() if value or of not in OF_SOME}

@@ -17,7 +17,7 @@ from laboratory.harness import local_steps, ways
 from laboratory.harness.replicas import Replicas
 from laboratory.tasks import table
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import TUNED_RATE, Job, Settings, Task, clip, momentum_of, optimizer_of, rate_of
+from laboratory.tasks.task import Job, Settings, Task, clip, momentum_of, optimizer_of, rate_of
 from laboratory.timing import threads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     job = task.make(settings, own.seed, own.ranks, arrays)
     if (local := ways.local_of(own.way)) is not None:
         losses, sent = local_steps.train(job, task, settings, own.ranks, own.seed, local)
-        return _figures(job, task, settings, losses, sent, began, None)
+        return _figures(job, settings, losses, sent, began, None)
     exchange = (Updates if ways.acts_on_updates(own.way) else Gradients)(own, job, task)
     parameters = [*job.model.parameters()]
     losses, sent = [], []
@@ -53,7 +53,7 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
         warned_at = step if seen and warned_at is None else warned_at
         sent.append(max(exchange.bytes_sent))
     exchange.close()
-    return _figures(job, task, settings, losses, sent, began, warned_at)
+    return _figures(job, settings, losses, sent, began, warned_at)
 
 
 class Gradients:
@@ -90,31 +90,14 @@ class Updates(Replicas):
         super().__init__(own.way, job.model, own.ranks, own.seed, partial(optimizer_of, task, own.settings))
 
 
-def _tune(job: Job, task: Task, settings: Settings) -> None:
-    """Fine-tune the trained model, by one process and without compression."""
-    own = settings._replace(lr=TUNED_RATE * settings.lr, steps=settings.tuned)
-    optimizer, (batches,) = optimizer_of(task, own, job.model, fused=True), job.batches
-    for step in range(1, own.steps + 1):
-        optimizer.param_groups[0]["lr"] = rate_of(task, own, step)
-        optimizer.zero_grad()
-        x, y = next(batches)
-        job.loss(job.model(x), y).backward()
-        clip(tuple(each.grad for each in job.model.parameters() if each.grad is not None), own.clip)
-        optimizer.step()
-
-
 def _figures(
-    job: Job, task: Task, settings: Settings, losses: list[float], sent: list[int], began: float, warned_at: int | None
+    job: Job, settings: Settings, losses: list[float], sent: list[int], began: float, warned_at: int | None
 ) -> dict[str, Any]:
     seconds = round(time.perf_counter() - began, 2)
-    scores = [(settings.steps, seconds, job.score())]
-    if job.second is not None:
-        _tune(job.second, task, settings)
-        scores.append((settings.steps + settings.tuned, round(time.perf_counter() - began, 2), job.second.score()))
     return {
         "losses": losses,
         "sent": sent,
-        "scores": scores,
+        "scores": [(settings.steps, seconds, job.score())],
         "parameters": sum(each.numel() for each in job.model.parameters()),
         "seconds": seconds,
         "warned_at": warned_at,

@@ -52,7 +52,6 @@ TASKS = {
         texts.SHAKESPEARE,
         "adamw",
         "cosine",
-        second=True,
     ),
 }
 TASKS["cifar-large"] = TASKS["cifar"]._replace(

@@ -16,21 +16,18 @@ Batch = tuple[Tensor, Tensor]
 Arrays = dict[str, Tensor]
 
 # The settings that are whole numbers, those in [0, 1), and those that may be 0.
-WHOLE = ("steps", "batch", "width", "depth", "tuned")
+WHOLE = ("steps", "batch", "width", "depth")
 BELOW_1 = ("momentum", "beta2", "warmup")
 FROM_0 = ("clip", "weight_decay")
 
 # The settings that only some tasks have. They are 0 in the others.
-OF_SOME = ("beta2", "depth", "tuned")
+OF_SOME = ("beta2", "depth")
 
 # The share of the steps after which a linear schedule falls, and the part of the learning rate that is left at the end.
 DECAY_FROM, DECAY_TO = 0.6, 0.1
 
 # The part of the learning rate that a cosine schedule leaves at the end.
 COSINE_TO = 0.01
-
-# The part of the learning rate with which a fine-tuning begins.
-TUNED_RATE = 0.25
 
 # Test pictures that are classified at once.
 CHUNK = 250
@@ -41,7 +38,7 @@ class Settings(NamedTuple):
 
     clip: the longest gradient of a rank; 0: any length. weight_decay: of all parameters. warmup: the share of the steps in
     which the learning rate rises. momentum: AdamW's beta1, too. beta2: AdamW's. depth: blocks of each stage of a residual
-    net, layers of a transformer. tuned: steps of fine-tuning on a second text.
+    net, layers of a transformer.
 
     A record is found by the settings that differ from the defaults below: a new setting needs one with which old runs train as
     they did.
@@ -57,7 +54,6 @@ class Settings(NamedTuple):
     warmup: float = 0.05
     beta2: float = 0.0
     depth: int = 0
-    tuned: int = 0
 
     def key(self) -> dict[str, float]:
         """Return the part that names a record."""
@@ -65,13 +61,12 @@ class Settings(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A task with its model and batches, for one seed. second: the fine-tuning of its model, by one process."""
+    """A task with its model and batches, for one seed."""
 
     model: nn.Module
     batches: list[Iterator[Batch]]
     loss: Callable[[Tensor, Tensor], Tensor]
     score: Callable[[], float]
-    second: Job | None = None
 
 
 class Source(NamedTuple):
@@ -89,8 +84,7 @@ class Source(NamedTuple):
 class Task(NamedTuple):
     """A task for all seeds.
 
-    make: takes settings, seed, number of ranks, and the arrays of the source (none without a source). second: whether it has
-    data for a fine-tuning.
+    make: takes settings, seed, number of ranks, and the arrays of the source (none without a source).
     """
 
     defaults: Settings
@@ -101,7 +95,6 @@ class Task(NamedTuple):
     source: Source | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
     schedule: Literal["linear", "cosine"] = "linear"
-    second: bool = False
 
 
 def shares(count: int, rank: int, ranks: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -1,11 +1,9 @@
-"""Texts as bytes for a transformer: Shakespeare, and the sources of Python's library for a fine-tuning."""
+"""A text as bytes for a transformer."""
 
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import torch
@@ -35,12 +33,6 @@ def decode(content: bytes) -> Arrays:
 
 
 SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes", decode)
-
-
-def library() -> Arrays:
-    """Read the modules of this Python's standard library as one text."""
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return decode(b"".join(module.read_bytes() for module in modules))
 
 
 def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
@@ -117,11 +109,6 @@ class Transformer(nn.Module):
 def job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the prediction of a text's next byte."""
     model = Transformer(seed, settings.width, settings.depth)
-    second = _of_text(model, library(), 1, ranks * settings.batch, seed) if settings.tuned else None
-    return _of_text(model, arrays, ranks, settings.batch, seed)._replace(second=second)
-
-
-def _of_text(model: Transformer, arrays: Arrays, ranks: int, batch: int, seed: int) -> Job:
     train, held_out = arrays["train"].long(), arrays["held_out"].long()
-    parts = [batches(train, rank, ranks, batch, seed) for rank in range(ranks)]
+    parts = [batches(train, rank, ranks, settings.batch, seed) for rank in range(ranks)]
     return Job(model, parts, loss, lambda: perplexity(model, held_out))
