@@ -16,6 +16,8 @@ STYLE = """\
 .card { fill: #ffffff } text { fill: #24292f; font: 11.5px Roboto, Helvetica, Arial, sans-serif } .bold { font-weight: bold }
 .muted { fill: #5f6873 } .line { stroke: #8b949e } .ours { fill: #0f8f83; stroke: #0f8f83 }
 .other { fill: #9aa7b5; stroke: #76838f } .grid { stroke: #d0d7de } polyline.curve { fill: none; stroke-width: 1.5 }
+.before { fill: #8594a3 } .sent { fill: #e07b00 } .residual { fill: #8a6fc4 } .update { fill: #0f8f83 }
+.number { font-size: 9.5px; text-anchor: middle }
 @media (prefers-color-scheme: dark) {
 .card { fill: #1e2129 } text { fill: #e2e4e9 } .muted { fill: #a5adba } .ours { fill: #2bb3a6; stroke: #2bb3a6 }
 .other { fill: #6b7686; stroke: #8e99a8 } .grid { stroke: #3a3f4a }

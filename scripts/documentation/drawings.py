@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 from torch import Tensor
 
 import gradcomp
+from documentation.charts import MARGIN, WIDTH, Sheet
 from gradcomp.core.compressor import Acc
 from gradcomp.core.requests import Gather, Reduce, Request, Send, World
 from gradcomp.core.wrapper import Wrapper
 
-# Inches: the card, its margins, a row of bars, a line of text, and the height of the sheet that it is drawn on.
-WIDTH, MARGIN, BARS, LINE, SHEET = 5.2, 0.16, 0.95, 0.19, 20.0
-INK, MUTED, AXIS = "#24292f", "#5f6873", "#b0b7c0"
-BEFORE, SENT, UPDATE, RESIDUAL = "#9aa7b5", "#e07b00", "#0f8f83", "#8a6fc4"
-# How the card and its words look on a dark page.
-DARK = "".join(
-    f' [style*="{light}"] {{fill: {dark} !important}}'
-    for light, dark in (("#ffffff", "#1e2129"), (INK, "#e2e4e9"), (MUTED, "#a5adba"), (AXIS, "#6b7686"))
-)
-STYLE = f"<style>@media (prefers-color-scheme: dark) {{{DARK} }}</style>"
-# The most bars with written values.
+# Heights in pixels: of the largest entry, of a title above a rank's entries, and of a line of text.
+LARGEST, TITLE, LINE = 26, 14, 14
+# The most entries with written values.
 LABELLED = 8
-
-SETTINGS: Any = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "gradcomp",  # the same file every time
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Roboto", "Helvetica", "Arial", "DejaVu Sans", "sans-serif"],
-    "font.size": 8.5,
-}
 
 # The gradients of four ranks; most drawings need two.
 GRADS = [
@@ -135,7 +116,6 @@ def described(request: Request) -> list[str]:
             return [f"to rank {to}: {payload.bytes.numel():,} bytes" for to, payload in payloads.items()]
 
 
-@matplotlib.rc_context(SETTINGS)
 def draw(name: str) -> str:
     """Draw the step of an algorithm, as SVG."""
     drawing = DRAWINGS[name]
@@ -152,73 +132,51 @@ def draw(name: str) -> str:
     fed_back = any(tensor.any() for rank in ranks for tensor in simulation.residual(rank).values())
 
     mean = torch.cat([tensor.flatten() for tensor in update.values()])
-    card = Card(max(float(tensor.abs().max()) for tensor in (*before, mean)))
-    titles = [f"rank {rank}" for rank in ranks]
-    card.heading("In each rank: residual + gradient" if fed_back else "In each rank: the gradient", BEFORE)
-    card.bars(titles, before, BEFORE)
-    card.heading("Taken out of it, and sent", SENT)
-    card.bars(titles, [b - a for b, a in zip(before, after, strict=True)], SENT)
-    card.columns([recorded.requests[rank] for rank in ranks])
-    card.heading("On every rank: the update, the mean of what was sent", UPDATE)
-    card.bars([""], [mean], UPDATE)
-    card.heading("Stays in the residual, for the next step" + ("" if fed_back else ": nothing"), RESIDUAL)
+    scale = max(float(tensor.abs().max()) for tensor in (*before, mean))
+    sheet, titles = Sheet(f"{name}: {drawing.title}"), [f"rank {rank}" for rank in ranks]
+    sheet.heading("In each rank: residual + gradient" if fed_back else "In each rank: the gradient", "bold before")
+    entries(sheet, titles, before, scale, "before")
+    sheet.heading("Taken out of it, and sent", "bold sent")
+    entries(sheet, titles, [b - a for b, a in zip(before, after, strict=True)], scale, "sent")
+    for start in ranks[::2]:
+        pair = [recorded.requests[rank] for rank in ranks[start : start + 2]]
+        for place, lines in enumerate(pair):
+            for i, line in enumerate(lines):
+                sheet.text(left(place), line, "muted", down=i * LINE)
+        sheet.height += LINE * max(map(len, pair))
+    sheet.heading("On every rank: the update, the mean of what was sent", "bold update")
+    entries(sheet, [""], [mean], scale, "update")
+    sheet.heading("Stays in the residual, for the next step" + ("" if fed_back else ": nothing"), "bold residual")
     if fed_back:
-        card.bars(titles, after, RESIDUAL)
-    return card.svg(f"{name}: {drawing.title}")
+        entries(sheet, titles, after, scale, "residual")
+    return sheet.svg()
 
 
-class Card:
-    """A picture that grows downwards on a high sheet, which is cut at its end. scale: the largest magnitude."""
-
-    def __init__(self, scale: float):
-        self.figure, self.height, self.scale = Figure(figsize=(WIDTH, SHEET), facecolor="white"), MARGIN, scale
-
-    def text(self, x: float, y: float, words: str, **style: Any) -> None:
-        """Write words at a distance from the left and from the top."""
-        self.figure.text(x / WIDTH, 1 - y / SHEET, words, **{"color": INK, **style})
-
-    def heading(self, words: str, colour: str) -> None:
-        """Begin a section."""
-        self.height += 1.6 * LINE
-        self.text(MARGIN, self.height - 0.3 * LINE, words, color=colour, weight="bold", size=9.5)
-
-    def columns(self, columns: Sequence[Sequence[str]]) -> None:
-        """Write lines side by side, two columns in a row."""
-        for start in range(0, len(columns), 2):
-            row = columns[start : start + 2]
-            for place, lines in enumerate(row):
-                for i, line in enumerate(lines):
-                    self.text(_left(place), self.height + (i + 0.8) * LINE, line, color=MUTED)
-            self.height += LINE * max(map(len, row))
-
-    def bars(self, titles: Sequence[str], rows: Sequence[Tensor], colour: str) -> None:
-        """Draw each rank's entries, two ranks in a row; one alone takes the whole width."""
-        width = _left(1) - MARGIN - 0.1 if len(rows) > 1 else WIDTH - 2 * MARGIN
-        for i, (title, values) in enumerate(zip(titles, rows, strict=True)):
-            self.height += BARS if i % 2 == 0 else 0
-            left, bottom = _left(i % 2), self.height
-            self.text(left, bottom - BARS + 0.8 * LINE, title, color=MUTED)
-            axes = self.figure.add_axes((left / WIDTH, 1 - bottom / SHEET, width / WIDTH, (BARS - 1.2 * LINE) / SHEET))
-            axes.set_axis_off()
-            axes.set(xlim=(-0.6, len(values) - 0.4), ylim=(-1.45 * self.scale, 1.05 * self.scale))
-            if len(values) > LABELLED:  # one path for all, not one for each
-                axes.stairs(values.tolist(), torch.arange(len(values) + 1) - 0.5, baseline=0, fill=True, color=colour)
-            else:
-                axes.bar(range(len(values)), values.tolist(), width=0.7, color=colour)
-            axes.axhline(0, color=AXIS, linewidth=0.8)
-            for place, value in enumerate(values.tolist() if len(values) <= LABELLED else []):
-                axes.text(place, -1.45 * self.scale, number(value), ha="center", color=INK if value else AXIS, size=7.5)
-
-    def svg(self, title: str) -> str:
-        """Return the picture's text."""
-        cut, out = Bbox([[0, SHEET - self.height - MARGIN], [WIDTH, SHEET]]), io.StringIO()
-        self.figure.savefig(out, format="svg", bbox_inches=cut, metadata={"Title": title, "Date": None, "Creator": None})
-        drawn = out.getvalue().replace(" </defs>", f"  {STYLE}\n </defs>", 1)
-        return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
+def entries(sheet: Sheet, titles: Sequence[str], rows: Sequence[Tensor], scale: float, kind: str) -> None:
+    """Draw each rank's entries, two ranks in a row; one alone takes the whole width. scale: the largest magnitude."""
+    width = WIDTH / (2 if len(rows) > 1 else 1) - 2 * MARGIN
+    for i, (title, row) in enumerate(zip(titles, rows, strict=True)):
+        first, values = left(i % 2), row.tolist()
+        zero, step = sheet.height + TITLE + LARGEST, width / len(values)
+        sheet.text(first, title, "muted")
+        bar = 0.7 * step if len(values) <= LABELLED else step
+        path = "".join(
+            f"M{first + at * step + (step - bar) / 2:.1f} {zero:g}v{-LARGEST * value / scale:.1f}h{bar:.2f}V{zero:g}z"
+            for at, value in enumerate(values)
+            if value
+        )
+        sheet.parts.append(f'<path d="{path}" class="{kind}"/>')
+        sheet.line(first, first + width, TITLE + LARGEST)
+        for at, value in enumerate(values if len(values) <= LABELLED else []):
+            words = "number" if value else "number muted"
+            sheet.text(first + (at + 0.5) * step, number(value), words, down=TITLE + 2 * LARGEST)
+        if i % 2 or i == len(rows) - 1:
+            sheet.height += TITLE + 2 * LARGEST + (LINE if len(values) <= LABELLED else 0) + 4
 
 
-def _left(place: int) -> float:
-    return MARGIN + place * (WIDTH / 2 - MARGIN / 2)
+def left(place: int) -> float:
+    """Return where a column begins."""
+    return MARGIN + place * WIDTH / 2
 
 
 def number(value: float) -> str:
