@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_calls import resnet50
 from stand_in import GPU, stand_in
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -30,7 +31,6 @@ from gradcomp.native.memory import DELAY
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.prediction.recording_network import RecordingNetwork
-from laboratory.commands.host import resnet50
 from laboratory.gpu.gpt_steps import Gpt, Shape
 
 # Launches in a step, for each bucket.

@@ -17,7 +17,6 @@ SUBCOMMANDS = {
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "steps": "time the steps of two trainings by every way to exchange gradients, on eight emulated clusters",
     "scale": "compute what an exchange costs a host as hosts are added: bytes, messages and memory",
-    "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "door": "measure what DDP's door costs the host: steps of many small layers, over DDP's own",
     "study": "train over many seeds and compare accuracy and loss with dense",
     "loops": "train usual loops by every door and spec on two ranks, and judge that none is worse than plain unsaid",
