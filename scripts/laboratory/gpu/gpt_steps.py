@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
-from laboratory.gpu import steps
+from laboratory.gpu.job import NCCL
 
 # Steps before those that count, steps timed one by one, and steps timed together.
 WARM, TIMED, TOGETHER = 5, 15, 10
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SHAPES, required=True)
     device = torch.device(parser.parse_args().device, 0)
     shape, backend = SHAPES[device.type], "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update(steps.NCCL)
+    os.environ.update(NCCL)
     dist.init_process_group(backend, store=TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1)
     with torch.device("meta"):
         parameters = sum(each.numel() for each in Gpt(shape).parameters())

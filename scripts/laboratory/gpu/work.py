@@ -111,9 +111,9 @@ def tests_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     options = ["--device", device, "--width", "1024" if gpu else "64"]
     backend = ["--backend", "nccl" if gpu else "gloo"]
     jobs = {
-        "ddp": ("torchrun", ["laboratory.gpu.ddp_job", *options, *backend]),
-        "horovod-ranks": ("horovodrun", ["laboratory.gpu.horovod_job", *options]),
-        "doors": ("torchrun", ["laboratory.gpu.doors_job", *options, *backend]),
+        "ddp": ("torchrun", ["laboratory.gpu.job", "ddp", *options, *backend]),
+        "horovod-ranks": ("horovodrun", ["laboratory.gpu.job", "horovod", *options]),
+        "doors": ("torchrun", ["laboratory.gpu.job", "doors", *options, *backend]),
     }
     return [
         [
