@@ -10,6 +10,7 @@ from typing import Any
 
 from laboratory.commands.steps import DOORS, HOSTS, LINKS, cluster, launched
 from laboratory.commands.strangers import summary
+from laboratory.commands.trainers import table as losses
 from laboratory.harness.ways import LocalWay, local_of
 from laboratory.machine import ROOT
 from laboratory.report import Rows, figure, filled, read
@@ -213,6 +214,7 @@ PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale},
     DOCS / "usual-loops.md": {"loops": loops, "programs": programs},
     DOCS / "local-steps.md": {"losses": local_steps},
+    DOCS / "frameworks.md": {"trainers": lambda: losses(read(RESULTS / "trainers-plain.json")["cells"])},
     DOCS / "results.md": {"FSDP2": over_alltoall, "kernels": kernels},
 }
 

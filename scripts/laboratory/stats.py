@@ -30,11 +30,6 @@ def upper_bound(differences: Sequence[float]) -> float:
     return statistics.fmean(differences) + quantile * standard_error(differences)
 
 
-def lower_bound(differences: Sequence[float]) -> float:
-    """Bound their true mean from below in the same way: a loss is certain if this is above 0."""
-    return -upper_bound([-each for each in differences])
-
-
 def median_bounds(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Bound the true median of these values from below and from above, each with 95 % confidence, whatever their law.
 

@@ -109,9 +109,8 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
         assert door != "fsdp" or (1 < found["alltoall"] / needs < 1.01 and 1 < 2 * found["half"] / needs < 1.01)
 
 
-def test_the_losses_of_trainers_are_those_of_their_record() -> None:
-    plain, page = record("trainers-plain"), trainers.PAGE.read_text()
-    assert page == trainers.written(page, plain), "run scripts/lab trainers --report --name plain"
+def test_every_trainer_has_a_loss_that_is_near() -> None:
+    plain = record("trainers-plain")
     every = record("trainers-gpt")["cells"]
     found = {tuple(line["key"]): (line["score"], line["plain"]) for line in every}
     for lines, own in ((plain["cells"], [name for name in TRAINERS if name.startswith("plain")]), (every, TRAINERS)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from laboratory.tasks import table as tasks
 from laboratory.tasks.texts import SHAKESPEARE
 
 SPECS = "topk;sdagc;orq;bingrad;auto;auto:loss=high"
-
-PAGE = ROOT / "docs" / "frameworks.md"
 
 # A loss is near where it is at most so many times that of the trainer without gradcomp.
 NEAR = 1.03
@@ -40,15 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     trainers = options.some_of(TRAINERS, ";")
     parser.add_argument("--trainers", type=trainers, default=[*TRAINERS], help="separated by semicolons (default: all)")
     loops.add_trainings(parser, SPECS, 200)
-    parser.add_argument("--report", action="store_true", help="train nothing: write the record's table into docs/frameworks.md")
     options.add_places(parser, "gpt", ROOT / "build" / "trainers")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Train all cells; write the table and the record."""
-    if chosen.report:
-        PAGE.write_text(written(PAGE.read_text(), report.read(report.path_of(chosen, "gpt"))))
-        return 0
     file = tasks.prepare("shakespeare", SHAKESPEARE, chosen.data, chosen.cache)
     text = str(tasks.place(chosen.cache, file).resolve())
     alone = [Key(name, TRAINERS[name].doors[0], kind, "", 0, chosen.steps) for name in chosen.trainers for kind in KINDS]
@@ -57,14 +52,9 @@ def run(chosen: argparse.Namespace) -> int:
     own = {"steps": chosen.steps, "seeds": chosen.seeds, "commit": machine.commit()}
     cells = [{**line, "key": list(line["key"][:4]), **own} for line in lines]
     record = {"packages": machine.versions(PACKAGES), "data": file, "ranks": 2, "cells": cells}
-    print(report.columns(table(record)))
+    print(report.columns(table(cells)))
     report.save(chosen, "gpt", record)
     return loops.complain(lines, "worse", "warned", "failed")
-
-
-def written(page: str, record: dict[str, Any]) -> str:
-    """Return the page with the record's table."""
-    return report.filled(PAGE, page, "trainers", table(record))
 
 
 def is_far(loss: float, plain: float, noise: float) -> bool:
@@ -72,9 +62,9 @@ def is_far(loss: float, plain: float, noise: float) -> bool:
     return not loss <= NEAR * plain
 
 
-def table(record: dict[str, Any]) -> list[list[str]]:
+def table(cells: Sequence[Any]) -> list[list[str]]:
     """Write a row for each trainer and optimizer: its loss alone, and by how much each spec's is above it; means over seeds."""
-    heading, *rows = loops.table(record["cells"], ("loss of held-out text", "alone"), "{:.3f}", above)
+    heading, *rows = loops.table(cells, ("loss of held-out text", "alone"), "{:.3f}", above)
     named = [name.rpartition(", ")[0].rpartition(", ")[0] for name, *_ in rows]
     kinds = [KINDS[name.rpartition(", ")[2]] for name, *_ in rows]
     heading = [*heading[:2], *(f"`{spec}`" for spec in heading[2:])]
