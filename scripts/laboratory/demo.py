@@ -21,7 +21,7 @@ from laboratory import ranks
 from laboratory.harness import measured
 from laboratory.harness.ways import DDP, HOROVOD
 from laboratory.machine import slug
-from laboratory.options import folder, positive, specs
+from laboratory.options import folder, positive
 from laboratory.ranks import RanksFailed
 from laboratory.report import Progress, columns
 from laboratory.stats import smooth
@@ -76,14 +76,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--ddp", action="store_true", help="train with DDP; Horovod need not be there")
-    parser.add_argument(
-        "--specs",
-        metavar="SPECS",
-        help="compared with dense, separated by semicolons (default: fp16, or bf16 with --ddp;blocks;topk)",
-    )
-    parser.add_argument(
-        "--rate", type=types.rate, default="200mbit", help="of the ranks' links; none: unshaped (default: %(default)s)"
-    )
+    specs = "compared with dense, separated by semicolons (default: fp16, or bf16 with --ddp;blocks;topk)"
+    parser.add_argument("--specs", metavar="SPECS", help=specs)
+    rate = "of the ranks' links; none: unshaped (default: %(default)s)"
+    parser.add_argument("--rate", type=types.rate, default="200mbit", help=rate)
     parser.add_argument("--steps", type=positive, default=100, help="steps of each training (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -97,7 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.specs = [half, "blocks", "topk"]
     else:
         try:
-            options.specs = specs(options.specs, lambda spec: spec == half or gradcomp.make(spec))
+            options.specs = types.specs(options.specs, lambda spec: spec == half or gradcomp.make(spec))
         except argparse.ArgumentTypeError as error:
             parser.error(str(error))
     return options
@@ -143,24 +139,20 @@ def prediction(options: argparse.Namespace) -> list[str]:
 
 def table(trained: Sequence[Result], options: argparse.Namespace, predicted: Sequence[str]) -> str:
     """Write the table: a row for each training, the dense one first."""
-    rows = [HEADINGS, *(row(result, trained[0], options.door) for result in trained)]
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for result in trained:
+        bytes_sent, loss = result["sent"][-1], statistics.mean(result["losses"][-AVERAGED:])
+        ratios = (
+            f"{step_of(result) / step_of(trained[0]):.2f}",
+            f"{bytes_sent:,}",
+            f"{4 * result['parameters'] / bytes_sent:.0f} x",
+        )
+        scores = f"{result['scores'][-1][2]:.1f} %", f"{loss:.4f}"
+        rows.append((title(result, options.door), f"{1000 * step_of(result):.0f} ms", *ratios, *scores))
     if predicted:
         added = (f"at {options.rate}, predicted", *predicted)
         rows = [(*cells, more) for cells, more in zip(rows, added, strict=True)]
     return columns(rows)
-
-
-def row(result: Result, dense: Result, door: str) -> tuple[str, ...]:
-    """Make a training's row of the table."""
-    return (
-        title(result, door),
-        f"{1000 * step_of(result):.0f} ms",
-        f"{step_of(result) / step_of(dense):.2f}",
-        f"{result['sent'][-1]:,}",
-        f"{4 * result['parameters'] / result['sent'][-1]:.0f} x",
-        f"{result['scores'][-1][2]:.1f} %",
-        f"{statistics.mean(result['losses'][-AVERAGED:]):.4f}",
-    )
 
 
 def title(result: Result, door: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -200,69 +199,60 @@ def sketches(arrays: Arrays) -> list[Case]:
     ]
 
 
+class Rounding:
+    """The calls of one way to round all entries, for cases: what they take and give back are arrays of its own."""
+
+    def __init__(self, arrays: Arrays, rounding: Any):
+        self._rounding, self._arrays = rounding, arrays
+        self._value, self._target, self._failed = arrays.zeros(), arrays.zeros(), arrays.failed()
+        self._many = [rounding.take(arrays.input(0).clone(), None, None, rank) for rank in range(MANY)]
+
+    def take(self, i: int) -> None:
+        self._rounding.take(self._value, None, None, i, self._many[0])
+
+    def add(self, i: int) -> None:
+        self._rounding.add(self._target, self._many[:1], 0.5)
+
+    def add_many(self, i: int) -> None:
+        self._rounding.add(self._target, self._many, 0.5)
+
+    def settle(self, i: int) -> None:
+        self._rounding.settle(self._value, self._many[0], self._failed)
+
+    def both(self, i: int) -> None:
+        self.take(i)
+        self.add(i)
+
+    def case(self, title: str, call: Callable[[int], None], moved: int) -> Case:
+        """Make a case of a call that moves so many bytes an entry."""
+        before = lambda i: self._value.copy_(self._arrays.input(i))  # noqa: E731
+        return Case(title, call, moved * self._arrays.n, before=before)
+
+
 def levels(arrays: Arrays) -> list[Case]:
     """Return the kernels of levels, in groups of 2,048. Their bytes leave out the words, 1 to 3.2 bits an entry."""
-    value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
     compressors = {ORQ_3: Orq(), ORQ_5: Orq(levels=5), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
-    roundings = {name: LevelRounding(compressor.rule, arrays.n) for name, compressor in compressors.items()}
-    payloads = {name: empty(rounding.form, arrays.device) for name, rounding in roundings.items()}
-    value.copy_(arrays.input(0))
-    many = [roundings[ORQ_3].take(value.clone(), None, None, rank) for rank in range(MANY)]
-
-    def take(name: str, i: int) -> None:
-        roundings[name].take(value, None, None, i, payloads[name])
-
-    def add(name: str, i: int) -> None:
-        roundings[name].add(target, [payloads[name]], 0.5)
-
-    def add_many(name: str, i: int) -> None:
-        roundings[name].add(target, many, 0.5)
-
-    def settle(name: str, i: int) -> None:
-        roundings[name].settle(value, payloads[name], failed)
-
-    def both(name: str, i: int) -> None:
-        take(name, i)
-        add(name, i)
-
-    def case(title: str, do: Callable[[str, int], None], name: str, moved: int) -> Case:
-        return Case(title, partial(do, name), moved * arrays.n, before=lambda i: value.copy_(arrays.input(i)))
-
+    own = {name: Rounding(arrays, LevelRounding(compressor.rule, arrays.n)) for name, compressor in compressors.items()}
+    three, two = own[ORQ_3], own[BINGRAD_B]
     return [
-        *(case(name, both, name, 20) for name in roundings),
-        case(ROUND_3, take, ORQ_3, 12),
-        case(ADD_3, add, ORQ_3, 8),
-        case(f"{ADD_3}, {MANY} ranks", add_many, ORQ_3, 8),
-        case("ORQ-3, settle", settle, ORQ_3, 8),
-        case(ROUND_B, take, BINGRAD_B, 12),
+        *(each.case(name, each.both, 20) for name, each in own.items()),
+        three.case(ROUND_3, three.take, 12),
+        three.case(ADD_3, three.add, 8),
+        three.case(f"{ADD_3}, {MANY} ranks", three.add_many, 8),
+        three.case("ORQ-3, settle", three.settle, 8),
+        two.case(ROUND_B, two.take, 12),
     ]
 
 
 def blocks(arrays: Arrays) -> list[Case]:
     """Return the kernels of blocks. Their bytes leave out the words, 5.3 bits an entry."""
-    value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
-    rounding = Blocks().rounding(arrays.n)
-    many = [rounding.take(arrays.input(rank).clone(), None, None, 0) for rank in range(MANY)]
-
-    def take(i: int) -> None:
-        rounding.take(value, None, None, 0, many[0])
-
-    def add(i: int) -> None:
-        rounding.add(target, many[1:2], 0.5)
-
-    def both(i: int) -> None:
-        take(i)
-        add(i)
-
-    def case(title: str, do: Callable[[int], None], moved: int) -> Case:
-        return Case(title, do, moved * arrays.n, before=lambda i: value.copy_(arrays.input(i)))
-
+    own = Rounding(arrays, Blocks().rounding(arrays.n))
     return [
-        case(BLOCKS, both, 16),
-        case(ROUND_BLOCKS, take, 8),
-        case(ADD_BLOCKS, add, 8),
-        case(f"{ADD_BLOCKS}, {MANY} ranks", lambda i: rounding.add(target, many, 0.5), 8),
-        case("blocks, settle", lambda i: rounding.settle(value, many[0], failed), 8),
+        own.case(BLOCKS, own.both, 16),
+        own.case(ROUND_BLOCKS, own.take, 8),
+        own.case(ADD_BLOCKS, own.add, 8),
+        own.case(f"{ADD_BLOCKS}, {MANY} ranks", own.add_many, 8),
+        own.case("blocks, settle", own.settle, 8),
     ]
 
 

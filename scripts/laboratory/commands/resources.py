@@ -30,8 +30,17 @@ example:
 The exit status is 1 if a kernel exceeds its budget."""
 
 
+class Budget(NamedTuple):
+    """The most that a kernel may use: registers and bytes of local memory of a thread, bytes of shared memory of a block."""
+
+    registers: int = 64
+    stack: int = 0
+    spilled: int = 0
+    shared: int = 48 * 1024
+
+
 class Use(NamedTuple):
-    """A kernel's use: registers and bytes of local memory of a thread, bytes of shared memory of a block."""
+    """A kernel's use of the same."""
 
     file: str
     kernel: str
@@ -39,15 +48,6 @@ class Use(NamedTuple):
     stack: int
     spilled: int
     shared: int
-
-
-class Budget(NamedTuple):
-    """The most that a kernel may use."""
-
-    registers: int = 64
-    stack: int = 0
-    spilled: int = 0
-    shared: int = 48 * 1024
 
 
 # Exceptions, by a pattern of the kernel's name.
