@@ -5,6 +5,8 @@ Bytes follow the contracts in csrc/ops.inc: 4 an entry for every array read and 
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory, Update
+from laboratory import options
 from laboratory.timing import Case
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k of |x|", "torch add_, top-k, gather, fill"
@@ -289,3 +292,35 @@ def yardsticks(arrays: Arrays) -> list[Case]:
         Case(TORCH_TOPK, lambda i: torch.topk(arrays.input(i).abs(), arrays.k)),
         Case(TORCH_STEP, lambda i: take(residual.add_(arrays.input(i)))),
     ]
+
+
+# The parts whose kernels ncu counts. Calls before the one that counts load machine code, and fill residuals.
+PARTS, WARM = {part.__name__: part for part in (passes, sparse, above, sketches, levels)}, 2
+
+
+def main() -> None:
+    """Run each case of a part once between marks for ncu, and print their names."""
+    parser = argparse.ArgumentParser(prog="python -m laboratory.kernel_cases", description=main.__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--size", type=options.size, required=True)
+    chosen = parser.parse_args()
+    on_gpu = chosen.device == "cuda"
+    names = []
+    for case in PARTS[chosen.part](Arrays(chosen.size, torch.device(chosen.device))):
+        print(case.name, flush=True)
+        for i in range(WARM + 1):
+            case.before(i)
+            if on_gpu and i == WARM:
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+            case.call(i)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        names.append(case.name)
+    print("@" + json.dumps({"size": chosen.size, "cases": names}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -159,13 +159,13 @@ def specs(text: str, check: Callable[[str], object] | None = None) -> list[str]:
     return listed(found, checked)
 
 
-def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None = None) -> None:
-    """Add the options for the result's name and folder, and for the folder of finished work."""
-    out = ROOT / "benchmarks" / "results"
-    parser.add_argument("--name", type=name, help=f"last part of the result file's name (default: {name_of})")
-    parser.add_argument(
-        "--out", type=folder, default=out, metavar="FOLDER", help="folder of the result (default: benchmarks/results)"
-    )
-    if cache is not None:
-        text = f"folder of finished work (default: {cache.relative_to(ROOT)})"
-        parser.add_argument("--cache", type=folder, default=cache, metavar="FOLDER", help=text)
+def add_places(
+    parser: argparse.ArgumentParser, name_of: str | None, cache: Path | None = None, out: Path = ROOT / "benchmarks" / "results"
+) -> None:
+    """Add the options for the result's name, unless it has none, and folder, and for the folder of finished work."""
+    if name_of is not None:
+        parser.add_argument("--name", type=name, help=f"last part of the result file's name (default: {name_of})")
+    for option, path, what in (("--out", out, "the result"), ("--cache", cache, "finished work")):
+        if path is not None:
+            text = f"folder of {what} (default: {path.relative_to(ROOT)})"
+            parser.add_argument(option, type=folder, default=path, metavar="FOLDER", help=text)

@@ -47,17 +47,7 @@ PYTHONPATH=scripts python -m documentation.tables then writes the tables of benc
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="folder with the data of the tasks")
-    parser.add_argument(
-        "--out",
-        type=options.folder,
-        default=RECORDS,
-        metavar="FOLDER",
-        help="of the records (default: benchmarks/results/steps)",
-    )
-    cache = ROOT / "build" / "study"
-    parser.add_argument(
-        "--cache", type=options.folder, default=cache, metavar="FOLDER", help="decoded data (default: build/study)"
-    )
+    options.add_places(parser, None, ROOT / "build" / "study", RECORDS)
 
 
 def run(chosen: argparse.Namespace) -> int:

@@ -260,7 +260,7 @@ def only_ours(sanitizer: str) -> tuple[str, ...]:
 
 def counted(clock: Clock, device: str, part: str, size: str) -> Record:
     """Run the cases of a part of lab kernels, once each. Return ncu's table of their kernels. A CPU only runs the cases."""
-    cases = [sys.executable, "-m", "laboratory.gpu.counted_cases", "--device", device, "--part", part, "--size", size]
+    cases = [sys.executable, "-m", "laboratory.kernel_cases", "--device", device, "--part", part, "--size", size]
     if device == "cpu":
         return marked(clock.command(cases, cwd=BUILD))
     ncu, log = program("ncu"), BUILD / f"counters-{part}.csv"

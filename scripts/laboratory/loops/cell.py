@@ -8,7 +8,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -122,9 +122,7 @@ class Cell:
 
     def synchronized_step(self, step: Any = None) -> None:
         """Step after a change of the exchanged gradients: under Horovod without an exchange of its own."""
-        with ExitStack() as stack:
-            if not self.by_ddp:
-                stack.enter_context(self.optimizer.skip_synchronize())
+        with nullcontext() if self.by_ddp else self.optimizer.skip_synchronize():
             (step or self.optimizer.step)()
 
     def synchronize(self) -> None:
