@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from laboratory.options import Refused, suggest
 
+# What each subcommand is for, as its file says.
 SUBCOMMANDS = {
-    "kernels": "time every kernel against copy_, add_ and plain torch",
-    "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
-    "paired": "time whole steps of two checkouts in turns",
-    "train": "time a training job's steps on real ranks, under each way to exchange gradients",
-    "steps": "time the steps of two trainings by every way to exchange gradients, on eight emulated clusters",
-    "scale": "compute what an exchange costs a host as hosts are added: bytes, messages and memory",
-    "door": "measure what DDP's door costs the host: steps of many small layers, over DDP's own",
-    "study": "train over many seeds and compare accuracy and loss with dense",
-    "loops": "train usual loops by every door and spec on two ranks, and judge that none is worse than plain unsaid",
-    "trainers": "train a small GPT by plain loops and by usual trainers with each spec, beside the trainer alone",
-    "strangers": "run other projects' programs with one line more, and record whether they work as without it",
-    "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
+    path.stem: str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]
+    for path in sorted(Path(__file__).with_name("commands").glob("[a-z]*.py"))
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 

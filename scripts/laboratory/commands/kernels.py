@@ -16,26 +16,9 @@ from laboratory.timing import Case, Spread, clock, interleave, ratio
 
 Line = dict[str, Any]
 
-# Promises on one core: at most so many times add_ of as many entries.
-TARGETS = {
-    c.FEEDBACK: (5.0, "16.8M"),
-    c.SIMULATED: (7.0, "16.8M"),
-    c.SDAGC: (2.5, "16.8M"),
-    c.SDAGC_SIMULATED: (4.5, "16.8M"),
-    c.SKETCH: (3.5, "4.2M"),
-    c.HEAVIEST: (6.0, "4.2M"),
-    c.ORQ_3: (4.5, "16.8M"),
-    c.ORQ_5: (6.0, "16.8M"),
-    c.ORQ_9: (7.5, "16.8M"),
-    c.BLOCKS: (4.5, "16.8M"),
-    c.BLOCKS_SIMULATED: (6.0, "16.8M"),
-    c.BINGRAD_B: (4.0, "16.8M"),
-}
-
 EXAMPLES = """\
 examples:
   scripts/lab kernels                                # half a minute
-  scripts/lab kernels --size 4.2M --name 4m          # the size of the sketches' bounds
   scripts/lab kernels --device cuda --size 64M
 
 Times are medians over rounds in which all cases take turns. Ratios are taken within rounds."""
@@ -69,7 +52,7 @@ def run(chosen: argparse.Namespace) -> int:
     progress.end()
     found = lines(every, seconds)
     settings = {"device": chosen.device, "size": chosen.size, "layers": chosen.layers, "rounds": chosen.rounds}
-    result: dict[str, Any] = {"settings": settings, "lines": found, "targets": []}
+    result: dict[str, Any] = {"settings": settings, "lines": found}
     model = machine.cpu_name()
     predicted = dict[str, float]()
     if device.type == "cuda":
@@ -78,12 +61,9 @@ def run(chosen: argparse.Namespace) -> int:
         predicted = kernel_prediction.milliseconds(chosen.size, model)
         result |= {"machine": machine.describe() | described, "versions": machine.versions() | {"cuda": torch.version.cuda}}
     else:
-        settings["threads"], result["targets"] = chosen.threads, targets(found)
+        settings["threads"] = chosen.threads
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
     print(table(found, predicted))
-    for target in result["targets"]:
-        promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
-        print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
     report.save(chosen, f"{chosen.device}-{machine.slug(model)}", result)
     return 0
 
@@ -127,12 +107,3 @@ def table(found: Sequence[Line], predicted: Mapping[str, float]) -> str:
             )
         )
     return report.columns(rows)
-
-
-def targets(found: Sequence[Line]) -> list[dict[str, Any]]:
-    """Judge the promises on one core."""
-    medians = {line["name"]: line["ratio_to_add"]["median"] for line in found}
-    return [
-        {"name": name, "at_most": most, "of_entries": entries, "found": medians[name], "kept": medians[name] <= most}
-        for name, (most, entries) in TARGETS.items()
-    ]

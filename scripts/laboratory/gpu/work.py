@@ -201,7 +201,7 @@ def kernels(clock: Clock, device: str, size: str) -> Record:
     lab: list[str | Path] = [sys.executable, ranks.SCRIPTS / "lab", "kernels", "--out", BUILD, "--name", name]
     clock.command([*lab, "--device", device, "--size", size, *layers, "--rounds", str(rounds)], cwd=ROOT)
     result = json.loads(out.read_text())
-    return {key: result[key] for key in ("command", "settings", "lines", "targets")}
+    return {key: result[key] for key in ("command", "settings", "lines")}
 
 
 def trained(clock: Clock, device: str, module: str, parts: str, pictures: Path | None = None) -> Record:
