@@ -30,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=options.size, default="16.8M", help="entries (default: 16.8M)")
     layers = "number of nearly equal layers of the entries (default: 1)"
     parser.add_argument("--layers", type=options.positive, default=1, help=layers)
-    parser.add_argument("--threads", type=options.positive, default=1, help="threads of a kernel on a CPU (default: 1)")
     rounds = "rounds in which each case takes a turn (default: 15)"
     parser.add_argument("--rounds", type=options.positive, default=15, help=rounds)
     options.add_places(parser, "the device and its model")
@@ -41,7 +40,7 @@ def run(chosen: argparse.Namespace) -> int:
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no GPU; use --device cpu, or a machine with a GPU")
-    torch.set_num_threads(chosen.threads)
+    torch.set_num_threads(1)
     every, progress = c.cases(c.Arrays(chosen.size, device, chosen.layers)), Progress()
     seconds = interleave(
         every,
@@ -61,7 +60,7 @@ def run(chosen: argparse.Namespace) -> int:
         predicted = kernel_prediction.milliseconds(chosen.size, model)
         result |= {"machine": machine.describe() | described, "versions": machine.versions() | {"cuda": torch.version.cuda}}
     else:
-        settings["threads"] = chosen.threads
+        settings["threads"] = 1
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
     print(table(found, predicted))
     report.save(chosen, f"{chosen.device}-{machine.slug(model)}", result)

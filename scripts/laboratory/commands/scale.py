@@ -27,7 +27,8 @@ SPECS = "stock;bf16;powersgd:rank=4;blocks;orq;topk;topk:route=split;topk:route=
 HOSTS = [4**power for power in range(1, 6)]
 # Ranks on a host, for a spec that compresses between hosts alone.
 OF_HOST = 8
-BUCKET_MB = 25
+# The bucket's size, and the channels of the net.
+BUCKET_MB, WIDTH = 25, 96
 
 EXAMPLES = """\
 example:
@@ -39,14 +40,13 @@ Shapes = Mapping[str, Sequence[int]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--specs", type=ways.several, default=SPECS, help=f"(default: {SPECS})")
-    parser.add_argument("--width", type=options.positive, default=96, help="channels of the net (default: 96)")
     options.add_places(parser, "none")
 
 
 @threads(1)
 def run(chosen: argparse.Namespace) -> int:
     """Compute every spec at every number of hosts, and write the table."""
-    shapes = {name: tuple(each.shape) for name, each in cifar.residual(0, chosen.width, 1).named_parameters()}
+    shapes = {name: tuple(each.shape) for name, each in cifar.residual(0, WIDTH, 1).named_parameters()}
     progress, lines = Progress(), list[dict[str, Any]]()
     for done, spec in enumerate(chosen.specs):
         for hosts in HOSTS:

@@ -45,7 +45,7 @@ examples:
 
 Specs are trained with simulated ranks in one process, and so are local steps, as local:EVERY/RATE/MOMENTUM/SPEC, such as
 local:30/0.9/0.7/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
-with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
+with --door. Each finished training is a file in --cache: the
 same command continues an interrupted study, and studies share their trainings. Delete the folder after a change of the
 measured code. It also holds decoded data."""
 
@@ -60,7 +60,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=options.positive, default=5, help="1: without bounds (default: 5)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="(default: 4)")
     parser.add_argument("--door", choices=ways.DOORS, help="train all specs on real ranks")
-    parser.add_argument("--rate", type=options.rate, help="train them on emulated hosts, with links of this rate")
     parser.add_argument("--jobs", type=options.positive, default=1, help="processes of simulated ranks (default: 1)")
     settings.add_changes(parser)
     parser.add_argument("--report", action="store_true", help="train nothing; report what is finished")
@@ -86,8 +85,6 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
     """Return the training of one way and seed; refuse one that cannot be compared."""
     if not ways.is_studied(way):
         raise Refused(f"--specs {way}: a study needs ways that exchange gradients and count their bytes")
-    if chosen.rate and not chosen.door:
-        raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
     if (batches := ways.passes(way)) > own.steps:
         raise Refused(f"--specs {way}: a step needs {batches} batches, and {task} has {own.steps}; give more steps")
     is_local = ways.local_of(way) is not None
@@ -100,7 +97,7 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         ways.refuse([way], door)
         if chosen.ranks < 2:
             raise Refused(f"--ranks {chosen.ranks}: one real rank exchanges nothing; give at least two")
-    return Training(task, way, seed, chosen.ranks, own, door, data=data, rate=chosen.rate or "")
+    return Training(task, way, seed, chosen.ranks, own, door, data=data)
 
 
 def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, Settings]) -> int:
@@ -129,7 +126,7 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
         print(f"lab study: the trainings are of {len(commits)} commits: {', '.join(sorted(commits))}", file=sys.stderr)
     if not tasks:
         return 1
-    content = {name: getattr(chosen, name) for name in ("ranks", "door", "rate")}
+    content = {name: getattr(chosen, name) for name in ("ranks", "door")}
     content |= {"commits_of_runs": sorted(commits), "tasks": tasks}
     report.save(chosen, "compare", content)
     return 0
