@@ -11,8 +11,8 @@ from documentation.charts import Bar, Bounded, Curve, Sheet, bars, bounds, curve
 from documentation.tables import DOCS, RESULTS, SCALED, Line, by_hosts, lines_of, way_of
 from laboratory.commands.steps import DOORS, launched
 from laboratory.report import read
-from laboratory.stats import upper_bound
 from laboratory.tasks.table import PERPLEXITY
+from laboratory.timing import upper_bound
 
 CHARTS = DOCS / "charts"
 HOSTS = 4

@@ -24,9 +24,9 @@ from laboratory.machine import slug
 from laboratory.options import folder, positive
 from laboratory.ranks import RanksFailed
 from laboratory.report import Progress, columns
-from laboratory.stats import smooth
 from laboratory.tasks import digits
 from laboratory.tasks.task import Settings
+from laboratory.timing import smooth
 
 # Ranks, and pictures of a rank in a step.
 RANKS, BATCH = 2, 64

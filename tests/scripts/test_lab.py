@@ -28,7 +28,7 @@ RATES = partial(options.listed, read=options.rate)
 
 # From the ground up: a file imports from its own room and from those before it.
 ROOMS = [
-    *("__init__", "machine", "options", "cluster", "report", "timing", "stats", "ranks", "tasks", "kernel_cases"),
+    *("__init__", "machine", "options", "cluster", "report", "timing", "ranks", "tasks", "kernel_cases"),
     *("kernel_prediction", "harness", "loops", "strangers", "gpu", "demo", "commands", "main"),
 ]
 

@@ -12,7 +12,7 @@ from clusters import need_cluster
 from laboratory.commands.paired import worker
 from laboratory.main import main
 from laboratory.options import Refused
-from laboratory.stats import median_bounds
+from laboratory.timing import median_bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 

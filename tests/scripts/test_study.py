@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is not installed")
 
 
-from laboratory import stats
+from laboratory import timing
 from laboratory.commands import study
 from laboratory.harness import settings
 from laboratory.main import main
@@ -155,7 +155,7 @@ def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
     one = study.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 9))}})[1]
     assert one["steps_to_loss"] == 85  # later by the mean, 5
     pseudo = [3 * 85 - 2 * each for each in (80 + 7, 80 + 6, 80 + 3)]  # later by 6.5, 5.5, 3: whole steps
-    assert one["times_at_most"] == pytest.approx(stats.upper_bound(pseudo) / 80, abs=1e-6)
+    assert one["times_at_most"] == pytest.approx(timing.upper_bound(pseudo) / 80, abs=1e-6)
     late = study.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 38))}})[1]
     assert late["steps_to_loss"] == 95 and late["times_at_most"] is None  # without the first it never gets there
 
@@ -176,8 +176,8 @@ def test_a_higher_perplexity_is_worse() -> None:
 @pytest.mark.parametrize(("freedom", "value"), [(1, 6.313752), (2, 2.919986), (4, 2.131847), (9, 1.833113), (30, 1.697261)])
 def test_a_bound_is_one_sided_by_students_t(freedom: int, value: float) -> None:
     differences = [float(i % 2) for i in range(freedom + 1)]
-    error = stats.standard_error(differences)
-    assert stats.upper_bound(differences) == pytest.approx(sum(differences) / len(differences) + value * error, abs=1e-6)
+    error = timing.standard_error(differences)
+    assert timing.upper_bound(differences) == pytest.approx(sum(differences) / len(differences) + value * error, abs=1e-6)
 
 
 def test_settings_of_one_task_stand_above_those_of_all() -> None:

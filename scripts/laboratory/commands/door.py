@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from gradcomp.engine.reducer import BUCKETS_OF_UPDATES
-from laboratory import machine, options, report, stats
+from laboratory import machine, options, report, timing
 from laboratory.timing import Case, clock, interleave, threads
 
 SPECS = "dense;topk;sdagc;orq"
@@ -100,7 +100,7 @@ def measure(specs: list[str], rounds: int) -> list[dict[str, Any]]:
 def compared(seconds: Sequence[float], of_own: Sequence[float]) -> dict[str, Any]:
     """Return milliseconds, and the ratio to DDP's own."""
     ratios = [each / own for each, own in zip(seconds, of_own, strict=True)]
-    at_least, at_most = stats.median_bounds(ratios)
+    at_least, at_most = timing.median_bounds(ratios)
     return {
         "ms": {"median": 1e3 * statistics.median(seconds), "low": 1e3 * min(seconds)},
         "over": {"median": statistics.median(ratios), "at_least": at_least, "at_most": at_most},

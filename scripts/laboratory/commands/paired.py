@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from laboratory import machine, options, ranks, report, stats
+from laboratory import machine, options, ranks, report, timing
 from laboratory.options import Refused
 from laboratory.report import Progress, columns
 
@@ -157,6 +157,6 @@ def compare(chosen: argparse.Namespace, spec: str, tell: Callable[[str, float], 
                 times[side].append(both[side](chosen.steps))
             tell(f"{spec}: pair {pair + 1} of {chosen.pairs}", (pair + 1) / chosen.pairs)
     ratios = [after / before for before, after in zip(*times, strict=True)]
-    low, high = stats.median_bounds(ratios)
+    low, high = timing.median_bounds(ratios)
     found = {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": chosen.pairs, "steps": chosen.steps}
     return found | {"before_ms": 1000 * statistics.median(times[0]), "after_ms": 1000 * statistics.median(times[1])}

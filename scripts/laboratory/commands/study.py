@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from laboratory import options, report, stats
+from laboratory import options, report, timing
 from laboratory.harness import measured, settings, ways
 from laboratory.harness.measured import Lab, Record, Training
 from laboratory.machine import ROOT
@@ -152,9 +152,9 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "seeds": seeds,
         "scores": [or_none(score) for score in scores],
         "score": or_none(statistics.fmean(scores)),
-        "score_error": or_none(stats.standard_error(scores)),
+        "score_error": or_none(timing.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),
-        "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
+        "worse_at_most": or_none(timing.upper_bound(worse)) if spec != "dense" else 0.0,
         "bytes_sent": passes * round(statistics.fmean(sum(record["sent"]) for record in own)),
         "compression": sum(4 * r["parameters"] * len(r["sent"]) for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": passes * reached if reached is not None else None,  # in batches
@@ -179,9 +179,9 @@ def _losses(records: Sequence[Record]) -> list[float]:
 
 def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
     """Return the first step, counted from 1, in which the loss is down at dense's; None if it never is."""
-    goals = stats.smooth(_losses(dense))
+    goals = timing.smooth(_losses(dense))
     goal = goals[max(1, round(GOAL_AT * len(goals))) - 1]
-    return next((step for step, value in enumerate(stats.smooth(_losses(own)), 1) if value <= goal), None)
+    return next((step for step, value in enumerate(timing.smooth(_losses(own)), 1) if value <= goal), None)
 
 
 def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int | None, steps: int) -> float | None:
@@ -192,7 +192,7 @@ def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int 
     found = [each for each in without if each is not None]
     if reached is None or len(found) < len(without):
         return None
-    return or_none(stats.upper_bound([len(own) * reached - (len(own) - 1) * each for each in found]) / steps)
+    return or_none(timing.upper_bound([len(own) * reached - (len(own) - 1) * each for each in found]) / steps)
 
 
 def or_none(value: float) -> float | None:

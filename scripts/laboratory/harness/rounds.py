@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laboratory.report import columns, figure
-from laboratory.stats import median_bounds
-from laboratory.timing import Spread
+from laboratory.timing import Spread, median_bounds
 
 # The ways that every other is compared with: no exchange, and those that a user has without gradcomp.
 RIVALS = ("none", "stock", "bf16", "alltoall")
