@@ -63,7 +63,7 @@ def test_a_lost_gradient_is_found(reports: list[dict[str, Any]]) -> None:
 
 def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
     """Make the log of one rank. changes: functions of the line's number, by figure."""
-    steady = {"rss_kb": 300_000, "fds": 20, "threads": 4, "cpu_ms": 10.0}
+    steady = {"memory_kb": 300_000, "open_files": 20, "threads": 4, "cpu_ms": 10.0}
     return [
         {"step": 50 * (i + 1), "stretch": 0, "spec": SPECS[i // 5 % len(SPECS)]}
         | {key: changes[key](i) if key in changes else value for key, value in steady.items()}
@@ -74,8 +74,8 @@ def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("rss_kb", {"rss_kb": lambda i: 300_000 + 12 * i}),
-        ("fds", {"fds": lambda i: 20 + i // 500}),
+        ("memory_kb", {"memory_kb": lambda i: 300_000 + 12 * i}),
+        ("open_files", {"open_files": lambda i: 20 + i // 500}),
         ("threads", {"threads": lambda i: 4 + i // 1200}),
         ("step time", {"cpu_ms": lambda i: 10 + i / 100}),
     ],

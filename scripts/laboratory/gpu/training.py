@@ -22,7 +22,7 @@ from laboratory.tasks import cifar
 from laboratory.tasks.task import Arrays, accuracy
 
 SPECS = ("none", "sdagc", "orq", "topk:ratio=0.001")
-RANKS = 4
+RANKS, SEED = 4, 1
 RATE, MOMENTUM, DECAY = 0.2, 0.9, 0.0005
 # The share of the steps in which the learning rate rises; then it falls to 0. The factor of the net's outputs.
 WARMUP, SCALE = 0.15, 0.125
@@ -154,15 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m laboratory.gpu.training", description=__doc__)
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--pictures", type=Path, metavar="FILE", help=f"{cifar.SOURCE.file}; without it, pictures of nothing")
-    parser.add_argument("--specs", type=lambda text: text.split(";"), default=SPECS, help=f"(default: {';'.join(SPECS)})")
-    parser.add_argument("--epochs", type=int, help=f"(default: {SIZES['cuda'][2]} on a GPU)")
-    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     read = cifar.decode(options.pictures.read_bytes()) if options.pictures else made_up(256, 64)
     arrays = {name: array.to(device) for name, array in read.items()}
-    _, batch, default = SIZES[device.type]
-    epochs = options.epochs or default
+    _, batch, epochs = SIZES[device.type]
     settings = {
         "model": "ResNet-9",
         "autocast": "bfloat16",
@@ -171,12 +167,12 @@ def main() -> None:
         "trained_on": len(arrays["train_y"]),
         "tested_on": len(arrays["test_y"]),
         "epochs": epochs,
-        "seed": options.seed,
+        "seed": SEED,
     }
     trainings = []
-    for spec in options.specs:
+    for spec in SPECS:
         try:
-            trainings.append({"spec": spec, **train(spec, arrays, device, epochs, options.seed)})
+            trainings.append({"spec": spec, **train(spec, arrays, device, epochs, SEED)})
         except Exception as error:  # the other specs have their turn
             trainings.append({"spec": spec, "error": f"{type(error).__name__}: {error}"})
         print(json.dumps(trainings[-1]), flush=True)

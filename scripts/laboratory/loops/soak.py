@@ -31,7 +31,7 @@ ENDS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 # What may grow from the second quarter of a stretch between resets to its last, of so many lines of the log at least: buffers
 # of every spec come in their turns.
-FLAT, LEAST_LINES = {"rss_kb": 8192, "fds": 0, "threads": 0}, 40
+FLAT, LEAST_LINES = {"memory_kb": 8192, "open_files": 0, "threads": 0}, 40
 # Lines of a spec in a half of the soak, at least; and the median, over the specs, of late over early step times, at most.
 LEAST_TIMES, SLOWER = 10, 1.5
 # The distance of a float32 from its neighbour, over the number; and roundings of a step at an entry: of the weight, of the
@@ -225,7 +225,11 @@ def resources() -> dict[str, int]:
     """Return this process's memory in kB, its open files and its threads."""
     status = Path("/proc/self/status").read_text()
     memory, threads = (int(re.findall(rf"^{field}:\s*(\d+)", status, re.MULTILINE)[0]) for field in ("VmRSS", "Threads"))
-    return {"rss_kb": memory, "threads": threads, "fds": len([*Path("/proc/self/fd").iterdir()]) - 1}  # without the listing's
+    return {
+        "memory_kb": memory,
+        "threads": threads,
+        "open_files": len([*Path("/proc/self/fd").iterdir()]) - 1,
+    }  # without the listing's
 
 
 class Verdict(NamedTuple):
