@@ -8,7 +8,7 @@ import pytest
 from native_calls import SETTLING, calls_of, resnet50, shrunk
 
 import gradcomp
-from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.engine.health import INTERVAL
 from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES
 

@@ -141,7 +141,7 @@ class Replica:
         flat, session = [grad.reshape(-1) for grad in grads], self.session
         session.begin()
         session.updates.gradients.add(flat)
-        if (poison := session.end_local_backward()) is not None:
+        if (poison := session.steps.end_backward()) is not None:
             flat[0] = flat[0].clone()
             flat[0][:1].add_(poison)
         session.updates.note_backward()
@@ -183,7 +183,7 @@ class Updates:
     def close(self) -> None:
         """Let other optimizers step the model as if nobody exchanged anything."""
         for each in self._replicas:
-            ignore(each.session)
+            ignore(each.session.steps)
         self._pool.shutdown()
 
     def _take_turn(self, replica: Replica, grads: Sequence[Tensor]) -> None:
