@@ -83,7 +83,7 @@ class Replica:
                 each.step(closure) if closure is not None else each.step()
             except BaseException:
                 if exchanges:
-                    self.session.give_up(each)
+                    self.session.steps.give_up(each)
                 raise
             if exchanges:
                 self.session.steps.after(each)
