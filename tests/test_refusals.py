@@ -31,6 +31,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         (f"{op} of gradients", (COMPRESSION,), f"ValueError: the optimizer reduces gradients with op={op}, which cannot be")
         for op in ("Min", "Max", "Product")
     ),
+    ("sum by Adam", DOORS, r"ValueError: op=Sum .*\"blocks\""),
     ("sparse", (COMPRESSION, DDP), SPARSE),
     ("sparse as dense", (COMPRESSION,), SPARSE),
     ("float64", EVERY, r"TypeError: the parameter '\S+' is torch\.float64"),
@@ -106,6 +107,12 @@ def by_stock(model: nn.Module, compression: Any, named: list[tuple[str, nn.Param
     optimizer.step()
 
 
+def sum_by_adam(door: str) -> None:
+    """Adam divides by the size of gradients, so that the sum of its steps is no step of a sum."""
+    model = linear()
+    step(Training(door, model, "topk", inner=torch.optim.AdamW(model.parameters()), op=hvd.Sum))
+
+
 def thawed(door: str) -> None:
     model = linear()
     named = doors.named(model, "thawed.")
@@ -170,6 +177,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "float64": used(lambda: linear().double()),
     "float64 gradients": used(lambda: linear().double(), "blocks"),
     "complex": used(of_complex),
+    "sum by Adam": sum_by_adam,
     "unnamed": unnamed,
     "thawed": thawed,
     "the class": the_class,

@@ -66,6 +66,48 @@ def clipped(door: str, spec: str | None) -> Tensor:
     return run.weights
 
 
+def hooked(door: str, spec: str | None) -> Tensor:
+    """Train with a tenth of the odd columns' gradients, by a hook of each parameter."""
+    run = made(door, spec, momentum=0.9)
+    for each in run.model.parameters():
+        each.register_hook(lambda grad: grad * (torch.arange(grad.shape[-1]) % 2 * -0.9 + 1))
+    return run.train(STEPS)
+
+
+def removed(door: str, spec: str | None) -> Tensor:
+    """Remove a layer's gradient before all steps but the first."""
+    run = made(door, spec)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        run.backward()
+        if door != DDP:
+            run.optimizer.synchronize()
+        if step:
+            run.model.part.weight.grad = None
+        with nullcontext() if door == DDP else run.optimizer.skip_synchronize():
+            run.optimizer.step()
+    return run.weights
+
+
+def changed(door: str, spec: str | None, **options: Any) -> Tensor:
+    """Begin with gradients, go over to updates, and to others. Their momentum goes along."""
+    run = made(door, spec and DENSE, momentum=0.9, **options)
+    for later in (spec, "dense:feedback=true", spec):
+        run.train(3)
+        if spec not in (None, DENSE):
+            run.handle.change(later)
+    return run.train(3)
+
+
+def by_groups(door: str, spec: str | None) -> Tensor:
+    """Train with groups of other momenta, decays and rates."""
+    model = small_net.net()
+    first, *others = model.children()
+    groups: Any = [{"params": first.parameters(), "momentum": 0.5}, {"params": nn.ModuleList(others).parameters(), "lr": 0.01}]
+    inner = torch.optim.SGD(groups, 0.02, momentum=0.9, nesterov=True, weight_decay=0.05)
+    return made(door, spec, model, inner=inner).train(STEPS)
+
+
 def zeroed(door: str, spec: str | None) -> Tensor:
     """Train with three ways to clear gradients, in turn: the optimizer's zero_grad, None, and zeros."""
     run = made(door, spec)
@@ -73,6 +115,19 @@ def zeroed(door: str, spec: str | None) -> Tensor:
         (run.optimizer.zero_grad, run.model.zero_grad, lambda: run.model.zero_grad(set_to_none=False))[turn % 3]()
         run.backward(skip=turn in (4, 5))
         run.optimizer.step()
+    return run.weights
+
+
+def dropped(door: str, spec: str | None) -> Tensor:
+    """Drop the gradients of a pass after each step, as those that a generator's loss leaves in a discriminator."""
+    run = made(door, spec)
+    for turn in range(2 * STEPS):
+        run.optimizer.zero_grad()
+        run.backward()
+        if door != DDP:
+            run.optimizer.synchronize()
+        with nullcontext() if door == DDP else run.optimizer.skip_synchronize():
+            run.optimizer.step() if turn % 2 == 0 else None
     return run.weights
 
 
@@ -149,14 +204,22 @@ def some(door: str, spec: str | None) -> Tensor:
 WAYS: dict[str, tuple[tuple[str, ...], Way]] = {
     "average": (EVERY, trained),
     "one bucket": (EVERY, partial(trained, bucket_mb=25)),
-    "accumulate": (EVERY, partial(trained, passes=2)),
+    "accumulate": (EVERY, partial(trained, passes=3, momentum=0.9)),
+    "groups of parameters": (EVERY, by_groups),
+    "hooked": (EVERY, hooked),
+    "removed": (EVERY, removed),
+    "changed": (EVERY, changed),
     "dynamic": (EVERY, partial(trained, dynamic=True)),
     "clipped": (EVERY, clipped),
+    "dropped": (EVERY, dropped),
     "views": ((DDP,), partial(trained, gradient_as_bucket_view=True)),
     "static graph": ((DDP,), partial(trained, static_graph=True)),
     "uneven": ((DDP,), uneven),
     "some": ((DDP,), some),
-    "sum": (DOORS, partial(trained, op=hvd.Sum)),
+    "not given": (DOORS, partial(trained, given=False, momentum=0.9)),
+    "sum": (DOORS, partial(trained, op=hvd.Sum, momentum=0.9, lr=0.01)),
+    "sum of several": (DOORS, partial(trained, op=hvd.Sum, momentum=0.9, lr=0.01, passes=2)),
+    "changed, sum": (DOORS, partial(changed, op=hvd.Sum, lr=0.01)),
     "predivide": (DOORS, partial(trained, gradient_predivide_factor=2.0)),
     "num_groups": (DOORS, partial(trained, num_groups=1)),
     "groups": (DOORS, partial(trained, groups=1)),
