@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import LEFT, Run, sgd
+from loops import LEFT, Run, sgd
 
 import gradcomp
 
@@ -41,7 +41,7 @@ def test_a_copied_model_trains_as_ddps_own_until_it_is_attached(copied: Any) -> 
     with pytest.warns(UserWarning, match=WITHOUT) as seen:
         for step in (2, 3):
             run.loss(step, twice).backward()
-    assert len(seen) == 1 and seen[0].filename.endswith("one_rank.py")
+    assert len(seen) == 1 and seen[0].filename.endswith("loops.py")
     for step in (2, 3):
         twin.loss(step).backward()
     for own, wanted in zip(twice.parameters(), twin.whole.parameters(), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -10,8 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, adamw, plain, same, sgd
-from torch import Tensor, nn
+from loops import (
+    BODIES,
+    LEFT,
+    SPEC,
+    Body,
+    Branching,
+    Run,
+    accumulate,
+    adamw,
+    clip_norm,
+    freeze,
+    keep,
+    leave_out,
+    plain,
+    play,
+    same,
+    sgd,
+    use_in_the_second_pass,
+    use_now_and_then,
+    without_gradients,
+)
+from torch import nn
 from torch.optim import Optimizer
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -25,196 +44,6 @@ def rmsprop(parameters: Any) -> Optimizer:
 # for the step, and keeps it here.
 KINDS = [(sgd, SPEC), (sgd, LEFT), (rmsprop, SPEC), (adamw, LEFT)]
 kinds = pytest.mark.parametrize("kind, spec", KINDS, ids=["sgd", "sgd's own momentum", "rmsprop", "adamw's own momentum"])
-
-
-def close(run: Run, step: int) -> None:
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        loss = run.loss(step)
-        loss.backward()
-        return loss
-
-    assert run.optimizer.step(closure) > 0
-
-
-def leave_out(run: Run, step: int) -> None:
-    """Leave a step out now and then, as a guard does."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    if step % 3:
-        run.optimizer.step()
-
-
-def twice(run: Run, step: int) -> None:
-    """Step twice with one gradient."""
-    plain(run, step)
-    run.optimizer.step()
-
-
-def alone(run: Run, step: int) -> None:
-    """Run later passes around DDP, whose hooks then see nothing."""
-    run.optimizer.zero_grad()
-    run.loss(step, run.whole if step < 3 else run.model).backward()
-    run.optimizer.step()
-
-
-def in_no_sync(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    with contextlib.nullcontext() if step < 3 else run.whole.no_sync():
-        run.loss(step).backward()
-    run.optimizer.step()
-
-
-def step_of_zeros(run: Run, step: int) -> None:
-    """Step with gradients of zeros, as hvd.broadcast_optimizer_state() does."""
-    plain(run, step)
-    for each in run.model.parameters():
-        each.grad = torch.zeros_like(each)
-    run.optimizer.step()
-
-
-def without_gradients(run: Run, step: int) -> None:
-    """Clear the gradients of a bad batch, and step."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    if step % 3 == 0:
-        run.optimizer.zero_grad()
-    run.optimizer.step()
-
-
-def write_weights(run: Run, step: int) -> None:
-    """Change the weights between two steps, as a clip of weights or a reset of neurons does."""
-    plain(run, step)
-    with torch.no_grad():
-        for each in run.model.parameters():
-            each.clamp_(-0.2, 0.2)
-
-
-def clip_norm(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-    run.optimizer.step()
-
-
-def clip_value(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
-    run.optimizer.step()
-
-
-def mask(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    generator = torch.Generator().manual_seed(step)
-    for each in run.model.parameters():
-        each.grad *= 0.3 * (torch.rand(each.shape, generator=generator) < 0.5)  # type: ignore[operator]
-    run.optimizer.step()
-
-
-def cancel(run: Run, step: int) -> None:
-    """Remove the last layer's gradient, as DINO does in its first epoch."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    for each in run.model[2].parameters():
-        each.grad = None
-    run.optimizer.step()
-
-
-def replace(run: Run, step: int) -> None:
-    """Give the parameters other gradients than those of the backward pass."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    for each in run.model.parameters():
-        each.grad = each.grad.sign()  # type: ignore[union-attr]
-    run.optimizer.step()
-
-
-def keep(run: Run, step: int) -> None:
-    """Keep gradients after every other step, so that the next backward pass adds to them."""
-    run.loss(step).backward()
-    run.optimizer.step()
-    if step % 2:
-        run.optimizer.zero_grad()
-
-
-def keep_half(run: Run, step: int) -> None:
-    run.loss(step).backward()
-    run.optimizer.step()
-    for each in run.model.parameters():
-        each.grad.mul_(0.5)  # type: ignore[union-attr]
-
-
-def keep_one_layer(run: Run, step: int) -> None:
-    run.loss(step).backward()
-    run.optimizer.step()
-    for each in [*run.model.parameters()][1:]:
-        each.grad = None
-
-
-def clear_late(run: Run, step: int) -> None:
-    """Clear gradients between the forward and the backward pass."""
-    loss = run.loss(step)
-    if step % 2:
-        run.optimizer.zero_grad(set_to_none=step % 4 == 1)
-    loss.backward()
-    run.optimizer.step()
-
-
-def in_two_passes_of_three(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    for part in range(3):
-        with run.whole.no_sync() if part == 1 else contextlib.nullcontext():
-            (run.loss(3 * step + part) / 3).backward()
-    run.optimizer.step()
-
-
-def play(run: Run, step: int) -> None:
-    """Train a discriminator: two losses in two passes, a step, and a pass of the generator's loss, which is dropped."""
-    accumulate(run, 2 * step)
-    run.loss(2 * step + 1).backward()
-
-
-def regularise(run: Run, step: int) -> None:
-    """Add the gradient of a loss that goes around DDP."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    (0.1 * sum(each.square().sum() for each in run.model.parameters())).backward()
-    torch.autograd.grad(run.loss(step), [*run.model.parameters()])
-    run.optimizer.step()
-
-
-def climb(run: Run, step: int) -> None:
-    """Take a step of SAM: climb by gradients, and step from the first place by those from up there."""
-    parameters = [*run.model.parameters()]
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    with torch.no_grad():
-        norm = torch.stack([each.grad.norm() for each in parameters]).norm()  # type: ignore[union-attr]
-        climbs = [0.05 * each.grad / norm for each in parameters]  # type: ignore[operator]
-        torch._foreach_add_(parameters, climbs)
-        run.optimizer.zero_grad()
-    run.loss(step).backward()
-    with torch.no_grad():
-        torch._foreach_sub_(parameters, climbs)
-    run.optimizer.step()
-
-
-def change_settings(run: Run, step: int) -> None:
-    """Change settings between backward() and step()."""
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
-    run.optimizer.param_groups[0]["weight_decay"] = 0.1 * (step % 2)
-    run.optimizer.param_groups[0]["maximize"] = step % 4 == 3
-    run.optimizer.step()
-
-
-BODIES = [
-    *(plain, close, leave_out, twice, alone, in_no_sync, step_of_zeros, write_weights),
-    *(clip_norm, clip_value, mask, cancel, replace, keep, keep_half, keep_one_layer, clear_late),
-    *(accumulate, accumulate_alone, in_two_passes_of_three, play, regularise, climb, change_settings),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -361,38 +190,6 @@ def test_a_guard_of_the_users_own_leaves_a_bad_step_out(kind: Any, spec: str, ba
 # Layers without a gradient.
 
 
-class Branching(nn.Sequential):
-    """Layers, and one more that only some passes use."""
-
-    uses = True
-
-    def __init__(self, *layers: nn.Module):
-        super().__init__(*layers)
-        self.branch = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[2](self[1](self[0](x)))
-        return y + self.branch(y) if self.uses else y
-
-
-def freeze(run: Run, step: int) -> None:
-    run.model[2].requires_grad_(not 3 <= step < 7)
-    plain(run, step)
-
-
-def use_now_and_then(run: Run, step: int) -> None:
-    run.model.uses = step % 3 == 0
-    plain(run, step)
-
-
-def use_in_the_second_pass(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    for part in range(2):
-        run.model.uses = part == 1
-        (run.loss(2 * step + part) / 2).backward()
-    run.optimizer.step()
-
-
 @pytest.mark.parametrize("kind, spec", [(sgd, LEFT), (adamw, LEFT)])
 @pytest.mark.parametrize("body", [freeze, use_now_and_then, use_in_the_second_pass])
 def test_layers_may_be_frozen_and_unused(kind: Any, spec: str, body: Body) -> None:
@@ -433,17 +230,3 @@ def test_a_training_resumes_with_new_objects(kind: Any, spec: str) -> None:
         return run.on(range(20, 25))
 
     same(training, spec)
-
-
-def test_saved_settings_are_the_users_own() -> None:
-    """The momentum is hidden within a step only, also where the step raises an error."""
-    run = Run(sgd).on(range(2))
-
-    def closure() -> Tensor:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        run.optimizer.step(closure)
-    (group,) = run.optimizer.state_dict()["param_groups"]
-    assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.02)
-    run.on(range(3, 5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 import weakref
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import LEFT, SPEC, Run, adamw, plain, same, sgd
+from loops import LEFT, SPEC, TRAININGS, Run, adamw, plain, same, sgd
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -40,22 +39,6 @@ class SignAdam(torch.optim.Adam):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter -= group["lr"] * parameter.grad.sign()
-
-
-class Lookahead(Optimizer):
-    """Goes back half of the way every three steps of another optimizer, which has the same groups."""
-
-    def __init__(self, inner: Optimizer):
-        super().__init__(inner.param_groups, {})
-        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
-        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
-
-    def step(self, closure: Any = None) -> Any:
-        self.inner.step()
-        self.steps += 1
-        if self.steps % 3 == 0:
-            for slow, each in zip(self.slow, (each for group in self.param_groups for each in group["params"]), strict=True):
-                each.data.copy_(slow.lerp_(each.detach(), 0.5))
 
 
 class SAM(Optimizer):
@@ -102,7 +85,6 @@ KINDS: dict[str, Any] = {
     "SGD, dampening": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "a subclass": lambda p: SignAdam(p, 0.01),
 }
-WRAPPERS: dict[str, Any] = {"Lookahead": Lookahead, "SAM": SAM}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,30 +97,16 @@ def test_an_optimizer_whose_momentum_is_not_known_keeps_it(kind: str) -> None:
     same(lambda spec: Run(KINDS[kind], spec).on())
 
 
-def test_an_adam_whose_momentum_is_hidden_steps_by_its_second_moment_alone() -> None:
-    """With everything sent, the weights move by the mean of these steps that the momentum makes of them."""
-    ours = Run(adamw).on()
-    wanted, moved = Run(adamw, None), [torch.zeros(each.shape) for each in ours.model.parameters()]
-    wanted.optimizer.param_groups[0]["betas"] = (0.0, 0.999)
-
-    def body(run: Run, step: int) -> None:
-        starts = [each.detach().clone() for each in run.model.parameters()]
-        plain(run, step)
-        with torch.no_grad():
-            for each, start, mean in zip(run.model.parameters(), starts, moved, strict=True):
-                mean.lerp_(each - start, 0.1)
-                each.copy_(start + mean)
-
-    wanted.on(body=body)
-    for own, theirs in zip(ours.model.parameters(), wanted.model.parameters(), strict=True):
-        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
+@pytest.mark.parametrize("training", TRAININGS)
+def test_optimizers_that_come_later_or_call_or_share_step_as_alone(training: Any, kind: Any, spec: str) -> None:
+    same(lambda spec: training(kind, spec), spec)
 
 
 @pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_of_optimizers_that_call_one_another_the_innermost_exchanges_once(kind: Any, spec: str, wrapper: str) -> None:
+def test_an_optimizer_that_calls_its_closure_around_another_ones_step_exchanges_once(kind: Any, spec: str) -> None:
     def training(spec: str | None) -> Run:
-        run = Run(lambda parameters: WRAPPERS[wrapper](kind(parameters)), spec).on(body=close)
+        run = Run(lambda parameters: SAM(kind(parameters)), spec).on(body=close)
         assert spec is None or run.handle.stats()["steps"] == 12
         return run
 
@@ -157,117 +125,16 @@ def test_lbfgs_may_call_its_closure_several_times(spec: str) -> None:
 # Which one steps.
 
 
-@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
-def test_an_optimizer_need_not_be_named(kind: Any, spec: str) -> None:
-    """Nor need it be there at attach()."""
-
-    def training(spec: str | None) -> Run:
-        run = Run(lambda parameters: torch.optim.SGD(parameters, 1.0), spec, given=False)
-        run.optimizer = kind(run.model.parameters())
-        return run.on()
-
-    same(training, spec)
-
-
-@pytest.mark.parametrize("first, then, spec", [(sgd, sgd, SPEC), (sgd, adamw, LEFT), (adamw, sgd, LEFT)])
-def test_a_new_optimizer_begins_anew(first: Any, then: Any, spec: str) -> None:
-    """What the residual holds of the momentum of the one before arrives, as after a last step with its velocity."""
-
-    def training(spec: str | None) -> Run:
-        run = Run(first, spec).on(range(5))
-        if spec == SPEC:
-            assert any(each.any() for each in run.residual().values())
-        run.optimizer = then(run.model.parameters())
-        if spec is None and first is sgd and then is sgd:  # its velocity goes on
-            return run
-        return run.on(range(5, 12))
-
-    if spec == LEFT:
-        same(training, spec)
-        return
-    run, gone = training(spec), Run(first, spec).on(range(5))
-    left, weights = gone.residual(), dict(gone.model.named_parameters())
-    assert any(each.any() for each in left.values())
-    assert not all(torch.equal(each, weights[name]) for name, each in run.model.named_parameters())
-
-
-@pytest.mark.parametrize("kind", [sgd, adamw])
-def test_a_residual_goes_on_with_a_replaced_optimizer(kind: Any) -> None:
-    """The law of conservation, in units of weights: what was stepped either moved the weights or waits."""
-    run = Run(kind, "topk:ratio=0.2,momentum=0")
-    start = {name: each.detach().double().clone() for name, each in run.model.named_parameters()}
-    steps = {name: torch.zeros_like(each) for name, each in start.items()}
-
-    def body(run: Run, step: int) -> None:
-        before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
-        twin = Run(kind, None)
-        twin.model.load_state_dict(run.model.state_dict())
-        twin.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        plain(twin, step)
-        plain(run, step)
-        for name, each in twin.model.named_parameters():
-            steps[name] += (before[name] - each.detach()).double()
-
-    run.on(range(4), body)
-    run.optimizer = kind(run.model.parameters())
-    run.on(range(4, 8), body)
-    left = run.residual()
-    assert any(each.any() for each in left.values())
-    for name, each in run.model.named_parameters():
-        torch.testing.assert_close(
-            each.detach().double(), start[name] - steps[name] + left[name].double(), rtol=1e-5, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
-def test_groups_may_be_added(kind: Any, spec: str) -> None:
-    def training(spec: str | None) -> Run:
-        run = Run(lambda parameters: kind([*parameters][2:]), spec, find_unused_parameters=True).on(range(4))
-        run.optimizer.add_param_group({"params": [*run.model[0].parameters()], "lr": 0.005})
-        return run.on(range(4, 12))
-
-    same(training, spec)
-
-
-def by_turns(run: Run, step: int) -> None:
-    """Step one of two optimizers in each step."""
-    run.model.zero_grad()
-    run.loss(step).backward()
-    run.optimizer[step % 2].step()
-
-
-def both_at_once(run: Run, step: int) -> None:
-    run.model.zero_grad()
-    run.loss(step).backward()
-    for each in run.optimizer:
-        each.step()
-
-
-def one_more_often(run: Run, step: int) -> None:
-    run.model.zero_grad()
-    run.loss(step).backward()
-    for each in run.optimizer[: 1 + (step % 3 == 0)]:
-        each.step()
-
-
-@pytest.mark.parametrize("body", [both_at_once, by_turns, one_more_often])
-@pytest.mark.parametrize("kinds, spec", [((sgd, sgd), SPEC), ((adamw, sgd), LEFT)])
-def test_two_optimizers_may_share_a_model(body: Any, kinds: tuple[Any, Any], spec: str) -> None:
-    def training(spec: str | None) -> Run:
-        run = Run(sgd, spec, given=False)
-        run.optimizer = [kind(layer.parameters()) for kind, layer in zip(kinds, run.model[::2], strict=True)]
-        return run.on(body=body)
-
-    same(training, spec)
-
-
 def test_two_optimizers_may_step_the_same_layers_in_turn() -> None:
     """One of them at a time, as where a training switches from Adam to SGD and back."""
 
     def training(spec: str | None) -> Run:
         run = Run(adamw, spec)
-        run.optimizer = [run.optimizer, sgd(run.model.parameters())]
-        return run.on(body=by_turns)
+        both = [run.optimizer, sgd(run.model.parameters())]
+        for step in range(12):
+            run.optimizer = both[step % 2]
+            plain(run, step)
+        return run
 
     same(training, LEFT)
 
@@ -316,26 +183,6 @@ def test_wrong_knobs_of_auto_get_a_sentence(spec: str, sentence: str) -> None:
 
 
 # Changes of spec.
-
-
-@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
-@pytest.mark.parametrize("exact", ["dense", "half:feedback=false"])
-def test_updates_may_follow_gradients_and_gradients_updates(kind: Any, spec: str, exact: str) -> None:
-    """The moments of an optimizer go into the residual, and what the residual holds goes into the weights."""
-
-    def training(spec: str | None) -> Run:
-        run = Run(kind, spec and "dense").on(range(4))
-        spec and run.handle.change(spec)
-        return run.on(range(4, 12))
-
-    same(training, spec)
-    run = Run(kind, "topk:ratio=0.2").on(range(5))
-    weights, left = {name: each.detach().clone() for name, each in run.model.named_parameters()}, run.residual()
-    run.handle.change(exact)
-    for name, each in run.model.named_parameters():
-        torch.testing.assert_close(each.detach(), weights[name] - left[name])
-    assert not any(each.any() for each in run.residual().values())
-    run.on(range(5, 8))
 
 
 @pytest.fixture
@@ -399,15 +246,3 @@ def test_a_model_may_be_wrapped_anew(kind: Any, spec: str, remedy: str, unfreeze
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same(training, spec)
-
-
-@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
-def test_hooks_of_parameters_change_gradients_before_they_are_added_up(kind: Any, spec: str) -> None:
-    def training(spec: str | None) -> Run:
-        run, generator = Run(kind, spec), torch.Generator().manual_seed(5)
-        for each in run.model.parameters():
-            mask = 0.3 * (torch.rand(each.shape, generator=generator) < 0.5)
-            each.register_hook(lambda grad, mask=mask: grad * mask)
-        return run.on()
-
-    same(training, spec)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import loops
 import pytest
 import ranks
 import small_net
 import torch
 import torch.distributed as dist
 from doors import DDP, Training
+from loops import Body, adamw, sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradcomp
@@ -27,19 +29,10 @@ EXACT = "topk:ratio=1,wire=exact"
 SPECS = ("topk:ratio=0.05", "sign", "sdagc:lam=2", "orq", "gs_sgd:ratio=0.05")
 
 
-def sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, 0.02, momentum=0.9, weight_decay=1e-3)
-
-
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, 0.003)
-
-
-def made(kind: Any, spec: str | None, layers: Callable[[nn.Module], Any] | None = None, **options: Any) -> Training:
-    """Make a training with several of DDP's buckets. layers: those of the optimizer, by default all."""
+def made(kind: Any, spec: str | None, **options: Any) -> Training:
+    """Make a training with several of DDP's buckets."""
     model = small_net.net()
-    inner = kind((model if layers is None else layers(model)).parameters())
-    return Training(DDP, model, spec, inner=inner, **{"bucket_mb": 0.02, "given": False} | options)
+    return Training(DDP, model, spec, inner=kind(model.parameters()), bucket_mb=0.02, given=False, **options)
 
 
 def rank() -> int:
@@ -49,145 +42,41 @@ def rank() -> int:
 # Trainings, which end with the weights.
 
 
-def plain(kind: Any, spec: str | None) -> Tensor:
-    return made(kind, spec).train(STEPS)
+def by(body: Body, kind: Any, spec: str | None) -> Tensor:
+    options = {"find_unused_parameters": True, "layers": loops.Branching} if body in UNUSED else {}
+    return weights(loops.Run(kind, spec, **SETTINGS, **options).on(range(STEPS), body))
 
 
-def views(kind: Any, spec: str | None) -> Tensor:
-    return made(kind, spec, gradient_as_bucket_view=True).train(STEPS)
+def by_optimizers(training: Any, kind: Any, spec: str | None) -> Tensor:
+    return weights(training(kind, spec, **{name: value for name, value in SETTINGS.items() if name != "given"}))
 
 
-def one_rank_leaves_a_layer_out(kind: Any, spec: str | None) -> Tensor:
-    return made(kind, spec, find_unused_parameters=True).train(STEPS, lambda step: (step + rank()) % 3 == 0)
+def weights(run: loops.Run) -> Tensor:
+    return small_net.weights(run.model)
 
 
-def keep_gradients(kind: Any, spec: str | None) -> Tensor:
-    run = made(kind, spec)
-    for step in range(STEPS):
-        run.backward()
-        run.optimizer.step()
-        if step % 2:
-            run.optimizer.zero_grad()
-    return run.weights
+# Of several of DDP's buckets.
+SETTINGS: dict[str, Any] = {"width": 200, "bucket_mb": 0.004, "given": False}
+UNUSED = (loops.freeze, loops.use_now_and_then, loops.use_in_the_second_pass)
+# What plain DDP does with the mean gradient, each rank does with its own; or the weights of DDP's ranks differ afterwards.
+OWN = (loops.clip_norm, loops.clip_value, loops.replace, loops.climb, loops.alone, loops.in_no_sync)
+LOOPS = {each.__name__: partial(by, each) for each in (*loops.BODIES, *UNUSED) if each is not loops.climb}
+LOOPS |= {each.__name__: partial(by_optimizers, each) for each in loops.TRAININGS}
+ALIKE = {name: each for name, each in LOOPS.items() if name not in {own.__name__ for own in (*OWN, *UNUSED)}}
 
 
-def leave_out_on_all(kind: Any, spec: str | None) -> Tensor:
-    run = made(kind, spec)
-    for step in range(STEPS):
-        run.optimizer.zero_grad()
-        run.backward()
-        if step % 3:
-            run.optimizer.step()
-    return run.weights
-
-
-def accumulate(kind: Any, spec: str | None, exchanges: int = 1, parts: int = 3) -> Tensor:
-    run = made(kind, spec)
-    for _ in range(STEPS):
-        run.optimizer.zero_grad()
-        for part in range(parts):
-            with contextlib.nullcontext() if part >= parts - exchanges else run.whole.no_sync():
-                run.backward()
-        run.optimizer.step()
-    return run.weights
-
-
-def accumulate_in_all_passes(kind: Any, spec: str | None) -> Tensor:
-    return accumulate(kind, spec, exchanges=3)
+# Trainings of ranks that differ, or that are no loop of one body. They end with the weights.
 
 
 def accumulate_unevenly(kind: Any, spec: str | None) -> Tensor:
     """Run other passes on each rank, all but the last in no_sync()."""
-    return accumulate(kind, spec, parts=2 + rank())
-
-
-def close(kind: Any, spec: str | None) -> Tensor:
     run = made(kind, spec)
     for _ in range(STEPS):
-        batch = next(run.data)
-
-        def closure(batch: Any = batch) -> float:
-            run.optimizer.zero_grad()
-            small_net.backward(run.whole, batch)
-            return 1.0
-
-        assert run.optimizer.step(closure) == 1.0
-    return run.weights
-
-
-class Lookahead(Optimizer):
-    """Goes back half of the way every three steps of another optimizer."""
-
-    def __init__(self, inner: Optimizer):
-        super().__init__(inner.param_groups, {})
-        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
-        self.slow = [each.detach().clone() for each in self.param_groups[0]["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.inner.step()
-        self.steps += 1
-        if self.steps % 3 == 0:
-            for slow, each in zip(self.slow, self.param_groups[0]["params"], strict=True):
-                each.copy_(slow.lerp_(each, 0.5))
-
-
-def look_ahead(kind: Any, spec: str | None) -> Tensor:
-    run = made(lambda parameters: Lookahead(kind(parameters)), spec)
-    weights = run.train(STEPS)
-    assert spec is None or run.handle.stats()["steps"] == STEPS
-    return weights
-
-
-def make_later(kind: Any, spec: str | None) -> Tensor:
-    """Make the optimizer after attach()."""
-    run = made(kind, spec)
-    run.optimizer = kind(run.model.parameters())
-    return run.train(STEPS)
-
-
-def add_a_group(kind: Any, spec: str | None) -> Tensor:
-    run = made(kind, spec, lambda model: model.first)
-    run.train(3)
-    run.optimizer.add_param_group({"params": [*run.model.last.parameters()], "lr": 0.01})
-    return run.train(STEPS)
-
-
-def two_optimizers(kind: Any, spec: str | None, by_turns: bool = False) -> Tensor:
-    run = made(kind, spec)
-    parts = [[*run.model.first.parameters()], [each for name, each in run.model.named_parameters() if "first" not in name]]
-    both = [kind(parts[0]), torch.optim.SGD(parts[1], 0.01)]
-    for step in range(STEPS):
-        run.model.zero_grad()
-        run.backward()
-        for each in both[step % 2 : step % 2 + 1] if by_turns else both:
-            each.step()
-    return run.weights
-
-
-def two_optimizers_by_turns(kind: Any, spec: str | None) -> Tensor:
-    return two_optimizers(kind, spec, by_turns=True)
-
-
-def freeze(kind: Any, spec: str | None) -> Tensor:
-    run = made(kind, spec, find_unused_parameters=True)
-    run.train(3)
-    run.model.part.requires_grad_(False)
-    run.train(2)
-    return run.weights
-
-
-ALIKE = (
-    *(plain, views, one_rank_leaves_a_layer_out, keep_gradients, leave_out_on_all, accumulate, accumulate_in_all_passes),
-    *(close, look_ahead, make_later, add_a_group, two_optimizers, two_optimizers_by_turns, freeze),
-)
-
-
-def joins(kind: Any, spec: str | None, fewest: int = 3) -> Tensor:
-    """Train in DDP's join(), with more batches on rank 1."""
-    run = made(kind, spec)
-    with run.whole.join():
-        run.train(fewest + 3 * rank())
+        run.optimizer.zero_grad()
+        for part in range(2 + rank()):
+            with run.whole.no_sync() if part <= rank() else contextlib.nullcontext():
+                run.backward()
+        run.optimizer.step()
     return run.weights
 
 
@@ -208,19 +97,6 @@ def joins_and_accumulates(kind: Any, spec: str | None) -> Tensor:
                 run.backward()
             run.backward()
             run.optimizer.step()
-    return run.weights
-
-
-# Trainings that plain DDP runs otherwise: clips of own gradients, Adam, several passes of a closure.
-
-
-def clip(kind: Any, spec: str | None) -> Tensor:
-    run = made(kind, spec)
-    for _ in range(STEPS):
-        run.optimizer.zero_grad()
-        run.backward()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.optimizer.step()
     return run.weights
 
 
@@ -283,7 +159,8 @@ def equal(tensors: list[Tensor]) -> None:
     assert torch.equal(*every)
 
 
-OTHERS = (joins, joins_at_once, joins_and_accumulates, accumulate_unevenly, clip, lbfgs, replace_the_optimizer, climb, change)
+OTHERS = (joins_at_once, joins_and_accumulates, accumulate_unevenly, lbfgs, replace_the_optimizer, climb, change)
+EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}
 
 
 def own_gradients(**options: Any) -> list[bool]:
@@ -351,12 +228,11 @@ def attached() -> None:
 def program() -> dict[Any, Any]:
     ranks.join()
     found: dict[Any, Any] = {}
-    for case in ALIKE:
-        found[case.__name__, None] = case(sgd, None)
-        found[case.__name__, EXACT] = case(sgd, EXACT)
-    for i, case in enumerate((*ALIKE, *OTHERS)):
+    for name, case in ALIKE.items():
+        found |= {(name, spec): case(sgd, spec) for spec in (None, EXACT)}
+    for i, (name, case) in enumerate(EVERY.items()):
         for kind, spec in ((sgd, SPECS[i % 5]), (adamw, SPECS[(i + 2) % 5])):
-            found[case.__name__, kind.__name__] = case(kind, spec)
+            found[name, kind.__name__] = case(kind, spec)
     hooks()
     attached()
     return found | {
@@ -369,14 +245,14 @@ def program() -> dict[Any, Any]:
 outcomes = ranks.once(lambda: ranks.launch(program, 2))
 
 
-@pytest.mark.parametrize("case", [each.__name__ for each in ALIKE])
+@pytest.mark.parametrize("case", ALIKE)
 def test_with_everything_sent_sgd_trains_as_under_ddp_alone(case: str) -> None:
     for own in outcomes():
         torch.testing.assert_close(own[case, EXACT], own[case, None], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", [each.__name__ for each in (*ALIKE, *OTHERS)])
+@pytest.mark.parametrize("case", EVERY)
 def test_the_weights_of_all_ranks_are_equal_to_the_bit(case: str, kind: str) -> None:
     first, second = (own[case, kind] for own in outcomes())
     assert torch.equal(first, second) and first.isfinite().all()

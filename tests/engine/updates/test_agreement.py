@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from replicas import Replica, Replicas
 from torch.optim import SGD
 from training import draw
@@ -29,6 +30,7 @@ def test_a_rank_that_leaves_a_step_out_is_named_on_all() -> None:
     ours = Replicas(SPEC, sgd, ranks=3).train(4)
     grads = draw(4, ranks=3)
     ours.exchange(grads)
+    before = [each.detach().clone() for rank in ours.ranks for each in rank.weights.values()]
 
     def act(rank: Replica) -> None:
         if rank is not ours.ranks[1]:
@@ -38,6 +40,8 @@ def test_a_rank_that_leaves_a_step_out_is_named_on_all() -> None:
     for text in outcomes(ours, act):
         assert text.startswith("the ranks have parted: rank 0 is in step 5 and rank 1 is in a backward pass after 4 exch"), text
         assert "blocks" in text
+    now = [each.detach() for rank in ours.ranks for each in rank.weights.values()]
+    assert all(map(torch.equal, now, before)), "a step that the others do not take is none"
 
 
 def test_ranks_that_step_optimizers_in_other_orders_are_named() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from replicas import Replica, Replicas
+from replicas import Replicas
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW
-from training import draw
+from torch.optim import SGD, AdamW
 
 from gradcomp.engine.updates.step_exchange import PASSES_BEFORE_WARNING
 from gradcomp.spec import make
@@ -24,19 +22,6 @@ def noise(step: int, ranks: int, count: int) -> list[dict[str, Tensor]]:
     """Draw a gradient for each rank, of which nothing is common to all."""
     torch.manual_seed(step)
     return [{"w": torch.randn(count)} for _ in range(ranks)]
-
-
-def test_steps_of_ranks_with_noise_are_as_long_as_adams_of_the_mean() -> None:
-    """Without the comparison they are half as long on 4 ranks."""
-    ours, theirs = (Replicas(spec, partial(Adam, lr=0.01), {"w": (2000,)}, 4) for spec in (ALL, None))
-    lengths = []
-    for training in (ours, theirs):
-        for step in range(60):
-            if step == 20:
-                before = training.copied()["w"]
-            training.step(noise(step, 4, 2000))
-        lengths.append(float((training.copied()["w"] - before).norm()))
-    assert lengths[0] == pytest.approx(lengths[1], rel=0.1)
 
 
 def test_the_weight_decay_of_ranks_with_noise_is_that_of_ranks_without() -> None:
@@ -54,19 +39,6 @@ def test_the_weight_decay_of_ranks_with_noise_is_that_of_ranks_without() -> None
     assert left[0] < 0.95
 
 
-def test_a_step_that_is_not_finite_is_not_compared() -> None:
-    ours = Replicas(ALL, partial(Adam, lr=0.01), {"w": (2000,)}, 2)
-    noises = [rank.session.reducer.buckets[0] for rank in ours.ranks]
-    for step in range(24):
-        ours.step(noise(step, 2, 2000))
-    before = [bucket.progress.noise.sums.clone() for bucket in noises]
-    grads = noise(24, 2, 2000)
-    grads[1]["w"][5] = math.inf
-    ours.step(grads)
-    for bucket, sums in zip(noises, before, strict=True):
-        assert sums.all() and torch.equal(bucket.progress.noise.sums, sums)
-
-
 def test_an_entry_that_has_waited_moves_by_what_its_momentum_has_delivered() -> None:
     """The second one waits for four steps. Its share in the fifth is 1 - 0.9^5."""
     ours = Replicas("topk:ratio=0.5,wire=exact", partial(SGD, lr=0.1, momentum=0.9), {"w": (2,)})
@@ -76,24 +48,6 @@ def test_an_entry_that_has_waited_moves_by_what_its_momentum_has_delivered() -> 
     assert waits == pytest.approx(0.4)
     ours.step([{"w": torch.tensor([0.0, 100.0])}])
     assert before - float(ours.copied()["w"][1]) == pytest.approx((waits + 100) * (1 - 0.9**5))
-
-
-def test_an_optimizer_that_calls_another_one_exchanges_nothing_of_its_own() -> None:
-    ours, theirs = (Replicas(spec, plain, ranks=2) for spec in (ALL, None))
-    outer = {id(rank): SGD(rank.weights.values(), lr=0.5, momentum=0.5) for rank in ours.ranks}
-
-    def step(rank: Replica) -> None:
-        rank.begin(outer[id(rank)])
-        rank.step()
-        rank.session.steps.after(outer[id(rank)])
-        assert outer[id(rank)].param_groups[0]["momentum"] == 0.5
-
-    for number in range(4):
-        ours.exchange(draw(number, ranks=2))
-        ours.each(step)
-        theirs.step(draw(number, ranks=2))
-    ours.ends_as(theirs)
-    assert ours.ranks[0].session.reducer.steps_done == 4
 
 
 def test_a_decay_lets_what_waits_fade() -> None:
@@ -140,24 +94,6 @@ def test_a_program_whose_weights_no_optimizer_moves_is_warned() -> None:
         ours.exchange(grads)
     with pytest.warns(UserWarning, match="no torch optimizer has stepped"):
         ours.exchange(grads)
-
-
-def test_a_rank_whose_step_the_others_do_not_take_goes_back() -> None:
-    ours = Replicas("topk", plain, {"w": (4,)}, 2)
-    ours.step(noise(0, 2, 4))
-    ours.exchange(noise(1, 2, 4))
-    before = [rank.weights["w"].detach().clone() for rank in ours.ranks]
-
-    def part(rank: object) -> None:
-        if rank is ours.ranks[0]:
-            ours.ranks[0].step()
-        else:
-            ours.ranks[1].backward(noise(2, 2, 4)[1])
-
-    with pytest.raises(RuntimeError, match="the ranks have parted"):
-        ours.each(part)
-    for rank, weight in zip(ours.ranks, before, strict=True):
-        assert torch.equal(rank.weights["w"].detach(), weight)
 
 
 class Searches(SGD):
