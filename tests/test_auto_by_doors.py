@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import choices
@@ -25,7 +24,7 @@ from gradcomp import telemetry
 
 pytestmark = pytest.mark.slow
 
-STEPS, SOON = 40, 8
+STEPS = 40
 HIGH = "auto:loss=high"
 # The candidates that are tried, of which the last is taken.
 TAKEN = [
@@ -43,8 +42,6 @@ STOCK: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "unused": ((DDP,), {"find_unused_parameters": True}),
 }
 STOCK_CASES = [(door, name) for name, (own, _) in STOCK.items() for door in own]
-# What the error of a step without an exchange names.
-REMEDIES = ("topk:momentum=0", "auto:loss=low")
 
 
 def alone(door: str) -> str:
@@ -150,17 +147,6 @@ def watched() -> list[str]:
     return [*run.handle.stats()["auto"]["seconds"]]
 
 
-def other_model() -> tuple[str, Tensor, Tensor]:
-    """Load the state of another model, which is refused, and go on as if nobody had tried."""
-    with choices.chosen("half", "topk"):
-        untouched, run = (run_of(DDP, HIGH) for _ in range(2))
-        for each in (untouched, run):
-            each.train(STEPS)
-        state = run_of(DDP, "half", torch.nn.Linear(3, 3)).handle.state_dict()
-        said = small_net.refused(lambda: run.handle.load_state_dict(state))
-        return said, untouched.train(STEPS), run.train(STEPS)
-
-
 def changed() -> dict[str, Any]:
     """Begin auto in mid-training, and end it."""
     with choices.chosen("stock", "half"):
@@ -173,73 +159,12 @@ def changed() -> dict[str, Any]:
         return {"way": way, "fixed": "auto" not in run.handle.stats(), "weights": run.train(3)}
 
 
-def clip(run: Training) -> None:
-    run.optimizer.zero_grad()
-    run.backward()
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
-    run.optimizer.step()
-
-
-def accumulate(run: Training) -> None:
-    run.optimizer.zero_grad()
-    for _ in range(2):
-        run.backward()
-    run.optimizer.step()
-
-
-def close(run: Training) -> None:
-    batch = next(run.data)
-
-    def closure() -> float:
-        run.optimizer.zero_grad()
-        small_net.backward(run.whole, batch)
-        return 0.0
-
-    run.optimizer.step(closure)
-
-
-HABITS: dict[str, Callable[[Training], None]] = {"clip": clip, "accumulate": accumulate, "close": close}
-
-
-def with_habit(spec: str | None, habit: str, steps: int = STEPS) -> Training:
-    model = small_net.net()
-    run = run_of(DDP, spec, model, inner=torch.optim.AdamW(model.parameters(), 0.003))
-    for _ in range(steps):
-        HABITS[habit](run)
-    return run
-
-
-def habits(habit: str) -> dict[str, Any]:
-    with choices.chosen("blocks"):
-        rounded = with_habit("auto", habit)
-        low = rounded.weights, rounded.handle.stats()["exchanges"]
-    with choices.chosen("stock"):
-        stock = with_habit("auto", habit).weights, with_habit(None, habit).weights
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "gradcomp: the gradients were clipped to a norm")
-        high = small_net.refused(lambda: with_habit(HIGH, habit, SOON))
-    return {"low": low, "stock": stock, "high": high}
-
-
-def step_alone_after(change: str) -> tuple[str, bool]:
-    """Change from topk, whose exchange has the momentum, and then step without an exchange."""
-    with choices.chosen("stock"):
-        run = run_of(DDP, "topk", momentum=0.9)
-        run.train(3)
-        run.handle.change(change)
-        run.train(5)
-        said = small_net.refused(lambda: small_net.train(run.model, run.optimizer, run.data, 1))
-    return said, all(state["momentum_buffer"].any() for state in run.optimizer.state.values())
-
-
 def of_ddp(door: str) -> dict[Any, Any]:
     odd = dist.get_rank() == 1
     found: dict[Any, Any] = {("uneven", way): uneven(HIGH, way) for way in ("stock", "blocks", "topk")}
-    found |= {change: step_alone_after(change) for change in REMEDIES} | {habit: habits(habit) for habit in HABITS}
     return found | {
         "uneven": uneven(None, "stock"),
         "watched": watched(),
-        "other model": other_model(),
         "changed": changed(),
         "resumed": resumed(HIGH),
         "fixed": resumed("topk"),
@@ -330,30 +255,6 @@ def test_change_begins_auto_and_ends_it() -> None:
 def test_a_candidate_past_telemetry_is_not_offered() -> None:
     for own in found(DDP):
         assert {*own["watched"]} == {"stock", "half"}
-
-
-def test_a_state_of_another_model_changes_nothing() -> None:
-    for own in found(DDP):
-        said, untouched, tried = own["other model"]
-        assert "the state does not fit the model" in said and torch.equal(untouched, tried)
-
-
-@pytest.mark.parametrize("habit", HABITS)
-def test_clips_and_accumulation_and_closures_suit_all_losses(habit: str) -> None:
-    """Error feedback needs the momentum. It understands a clip after the exchange, which all others leave as it is."""
-    first, second = (own[habit] for own in found(DDP))
-    (weights, exchanges), (others, _) = first["low"], second["low"]
-    assert torch.equal(weights, others) and weights.isfinite().all()
-    assert exchanges.startswith("blocks, as auto chose") and exchanges.endswith(": gradients")  # AdamW keeps its momentum
-    for own in (first, second):
-        torch.testing.assert_close(*own["stock"], atol=1e-6, rtol=1e-5)  # the exact steps before the choice add up otherwise
-        assert own["high"] == "nothing was raised"
-
-
-@pytest.mark.parametrize("change", REMEDIES)
-def test_after_a_change_that_leaves_the_momentum_a_training_may_step_alone(change: str) -> None:
-    for own in found(DDP):
-        assert own[change] == ("nothing was raised", True)
 
 
 def last_of_three() -> dict[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import warnings
 from typing import Any
 
@@ -12,12 +10,8 @@ import doors
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from doors import DDP, EVERY, OWN, Training
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import gradcomp
 
 pytestmark = pytest.mark.slow
 
@@ -181,85 +175,3 @@ def test_a_scaler_need_not_be_told(door: str) -> None:
     """The weights are the same to the bit."""
     for own in outcomes(door):
         assert all(torch.equal(each, own["untold"]["weights"][name]) for name, each in own["told"]["weights"].items())
-
-
-def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
-    """Train a layer in 16 bits, by updates that stay far from what its weights can hold."""
-    ranks.join()
-    torch.manual_seed(0)
-    plain, scale = nn.Linear(40, 30, bias=False).to(dtype), 8.0  # a GradScaler takes no gradients of float16
-    whole = DistributedDataParallel(plain)
-    handle = gradcomp.ddp.attach(whole, "topk:ratio=0.02")
-    optimizer = torch.optim.SGD(plain.parameters(), 1e-3)
-    start, meant = plain.weight.detach().double(), torch.zeros(30, 40, dtype=torch.float64)
-    for step in range(40):
-        optimizer.zero_grad()
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(dtype)
-        (scale * whole(x).sum()).backward()
-        before = plain.weight.detach().clone()
-        # What this rank's own step makes of the weights, in their type.
-        assert plain.weight.grad is not None
-        plain.weight.grad /= scale
-        meant += before.double() - before.sub(plain.weight.grad, alpha=1e-3).double()  # a difference in 16 bits is rounded
-        optimizer.step()
-    moved = start - plain.weight.detach().double()
-    return {"moved": moved, "meant": meant, "residual": handle.residual()["weight"].double()}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rounding_to_16_bits_loses_nothing(dtype: torch.dtype) -> None:
-    found = ranks.launch(in_16_bits, 2, dtype)
-    residual, meant = (torch.stack([each[name] for each in found]).mean(0) for name in ("residual", "meant"))
-    for own in found:
-        torch.testing.assert_close(own["moved"] + residual, meant, rtol=1e-5, atol=1e-4)
-
-
-# Loss scaling, accumulation, a clip and momentum in one training.
-RANKS, FEW, PASSES, LR, MOMENTUM = 2, 12, 3, 0.1, 0.9
-# In place of a clip_grad_norm_ by 20, as the pages say. The gradients' norms are around 21: some are cut.
-CLIP = 20.0
-CLIPPED = f"topk:ratio=1,wire=exact,clip={CLIP * math.sqrt(RANKS)},clip_by=model"
-
-
-def all_at_once(door: str) -> dict[str, Tensor]:
-    doors.join(door)
-    scaling = scaler(4)
-    options = {"bucket_mb": BUCKET_MB} if door == DDP else {"backward_passes_per_step": PASSES}
-    run = Training(door, Model(doors.rank(door)), CLIPPED, lr=LR, momentum=MOMENTUM, scaler=scaling, **options)
-    for step in range(FEW):
-        run.optimizer.zero_grad()
-        for i in range(PASSES):
-            with run.whole.no_sync() if door == DDP and i + 1 < PASSES else contextlib.nullcontext():
-                scaling.scale(run.whole(PASSES * step + i) / PASSES).backward()
-        run.apply(scaling)
-    assert scaling.get_scale() == 2.0 ** (16 + FEW // 4), "the scale was to grow"
-    return weights(run.model)
-
-
-def by_hand() -> tuple[dict[str, Tensor], int]:
-    """Train in float64. Return the weights, and the number of gradients that were cut."""
-    found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    velocity, cut = {name: torch.zeros_like(weight) for name, weight in found.items()}, 0
-    for step in range(FEW):
-        mean = {name: torch.zeros_like(weight) for name, weight in found.items()}
-        for rank in range(RANKS):
-            own = {
-                name: sum(gradient(name, rank, PASSES * step + i).double() for i in range(PASSES)) / PASSES for name in SHAPES
-            }
-            norm = math.sqrt(sum(float(grad.square().sum()) for grad in own.values()))
-            cut += norm > CLIP
-            for name, grad in own.items():
-                mean[name] += grad * min(1.0, CLIP / norm) / RANKS
-        for name in SHAPES:
-            velocity[name] = MOMENTUM * velocity[name] + mean[name]
-            found[name] -= LR * velocity[name]
-    return found, cut
-
-
-@every_door
-def test_scaled_accumulated_and_clipped_steps_are_those_by_hand(door: str) -> None:
-    wanted, cut = by_hand()
-    assert 0 < cut < RANKS * FEW
-    for own in ranks.launch(all_at_once, RANKS, door):
-        for name, weight in wanted.items():
-            torch.testing.assert_close(own[name].double(), weight, rtol=1e-4, atol=1e-5)

@@ -32,8 +32,13 @@ def made(door: str, spec: str | None, model: nn.Module | None = None, **options:
     return Training(door, model, spec, **({"bucket_mb": 0.02} | options))
 
 
-def trained(door: str, spec: str | None, *, passes: int = 1, dynamic: bool = False, **options: Any) -> Tensor:
-    """Train with a door's options. passes: backward passes a step. dynamic: ranks leave a layer out now and then."""
+def trained(
+    door: str, spec: str | None, *, passes: int = 1, dynamic: bool = False, alike: bool = False, **options: Any
+) -> Tensor:
+    """Train with a door's options.
+
+    passes: backward passes a step. dynamic: ranks leave a layer out now and then. alike: all in the same passes.
+    """
     if door == DDP:
         options |= {"find_unused_parameters": True} if dynamic else {}
     elif passes > 1:
@@ -45,7 +50,7 @@ def trained(door: str, spec: str | None, *, passes: int = 1, dynamic: bool = Fal
     for step in range(STEPS):
         run.optimizer.zero_grad()
         for turn in range(passes):
-            skip = dynamic and (step + turn + doors.rank(door)) % 3 == 0
+            skip = dynamic and (step + turn + doors.rank(door) * (not alike)) % 3 == 0
             with run.whole.no_sync() if door == DDP and turn + 1 < passes else nullcontext():
                 run.backward(skip=skip)
         run.optimizer.step()
@@ -224,6 +229,8 @@ WAYS: dict[str, tuple[tuple[str, ...], Way]] = {
     "num_groups": (DOORS, partial(trained, num_groups=1)),
     "groups": (DOORS, partial(trained, groups=1)),
     "dynamic accumulate": (DOORS, partial(trained, dynamic=True, passes=2)),
+    # A group that a pass leaves incomplete is exchanged in the step.
+    "incomplete groups": (DOORS, partial(trained, dynamic=True, alike=True, groups=1, momentum=0.9, lr=0.01)),
     # Stock Horovod waits for ever here: ranks differ in which groups are complete.
     "dynamic groups": ((OWN,), partial(trained, dynamic=True, groups=1)),
     "zeroed": (DOORS, zeroed),

@@ -17,43 +17,6 @@ def flatten(grads: list[Tensor]) -> Tensor:
     return torch.cat([grad.reshape(-1).float() for grad in grads])
 
 
-def offer_progress(
-    weights: list[Tensor],
-    start: Tensor,
-    residual: Tensor,
-    ages: Tensor | None,
-    shares: Tensor,
-    decays: Tensor | None = None,
-    factor: float = 1.0,
-    residual_factor: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what is offered, the new residual and the new ages, which without ages are 1."""
-    made = torch.where((whole := start - flatten(weights)).isfinite(), whole, 0)
-    if factor != 1:
-        sizes = torch.tensor([weight.numel() for weight in weights], device=start.device)
-        decayed = 0 if decays is None else decays.repeat_interleave(sizes) * start
-        made = torch.where(whole.isfinite(), (factor * (made - decayed) + decayed).clamp(-LARGEST, LARGEST), 0)
-    everything = (residual_factor * residual + made).clamp(-LARGEST, LARGEST)
-    old = torch.ones_like(start).long() if ages is None else (ages.long() + 1).clamp(max=255)
-    offered = (shares[old] * everything + shares[256 + old] * made).clamp(-LARGEST, LARGEST)
-    return offered, (everything - offered).clamp(-LARGEST, LARGEST), old.to(torch.uint8)
-
-
-def deliver_progress(
-    update: Tensor, weights: list[Tensor], rest: Tensor, residual: Tensor, scale: float
-) -> tuple[list[Tensor], Tensor]:
-    """Compute the new weights and the new residual, of an update whose first entry is finite."""
-    new, left = [], (residual + rest).clamp(-LARGEST, LARGEST)
-    parts = (part.split([weight.numel() for weight in weights]) for part in (update, left))
-    for weight, of_update, kept in zip(weights, *parts, strict=True):
-        moved = torch.where(of_update != 0, (weight.float() - scale * of_update).to(weight.dtype), weight)
-        new.append(moved)
-        rounding = of_update - (weight.float() - moved.float()) / scale
-        if weight.dtype != torch.float32:
-            kept.copy_(torch.where((of_update != 0) & rounding.isfinite(), (kept + rounding).clamp(-LARGEST, LARGEST), kept))
-    return new, left
-
-
 def moments(x: Tensor) -> list[float]:
     """Compute the mean, the squared deviations from it, smallest, largest, and the number not 0, in float64."""
     if x.numel() == 0:

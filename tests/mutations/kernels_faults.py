@@ -199,7 +199,7 @@ KERNEL_FAULTS = (
         "csrc/cuda",
         "const float back = 1.0f / scale;",
         "const float back = 1.0f;",
-        ("test_delivery.py", "test_definitions.py"),
+        ("test_definitions.py",),
     ),
     Fault(
         "a bucket whose own exchange failed is taken back, too",

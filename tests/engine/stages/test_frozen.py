@@ -53,17 +53,6 @@ def test_conservation_while_a_layer_is_frozen_and_thereafter(spec: str) -> None:
         check_conservation(run.simulation, run.grads())
 
 
-@pytest.mark.parametrize("spec", ["sign", "bingrad:sigmas=1.5,feedback=true", "topk:ratio=0.05", "orq:levels=9,feedback=true"])
-def test_nothing_moves_a_frozen_layer_that_shares_groups_with_others(spec: str) -> None:
-    """sign sends a 0 as a number."""
-    run = Run(spec, 2)
-    run.steps(5)
-    run.freeze()
-    before = run.waits()
-    assert not any(update["b"].any() for update in run.steps(10))
-    assert torch.equal(run.waits(), before)
-
-
 @pytest.mark.parametrize("kind", [Adam, SGD])
 @pytest.mark.parametrize("steps", [7, 8])  # before one in which the ranks compare noise, and before another
 def test_a_step_that_fails_loses_nothing_of_it(kind: Callable[..., Any], steps: int) -> None:

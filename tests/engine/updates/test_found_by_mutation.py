@@ -66,18 +66,6 @@ def test_a_clip_cuts_each_ranks_gradient_to_its_share(by: str) -> None:
     assert (before - ours.copied()["w"]).tolist() == pytest.approx([0, 0.03, 0, 0.04], rel=1e-4)
 
 
-def test_a_state_holds_what_waits_of_a_frozen_layer() -> None:
-    shapes = {"a": (40,), "b": (40,)}
-    ours = Replicas("topk:ratio=0.1", plain, shapes, 2)
-    grads = [{name: torch.arange(1.0, 41) for name in shapes}] * 2
-    ours.step(grads)
-    ours.freeze("b")
-    ours.step(grads)
-    before = ours.residual()["b"]
-    again = ours.resumed()
-    assert before.any() and torch.equal(again.residual()["b"], before)
-
-
 def test_sums_move_the_weights_as_far_as_all_ranks_together() -> None:
     ours = Replicas(ALL, plain, {"w": (4,)}, 3)
     for rank in ours.ranks:
