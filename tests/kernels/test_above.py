@@ -6,8 +6,6 @@ import gradients
 import pytest
 import reference
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from payload_arrays import flag_on, peaks_of, to_take
 from torch import Tensor
 
@@ -32,17 +30,6 @@ def check_moments(found: Tensor, parts: list[Tensor]) -> None:
         # Both are sums in float32 over a few thousand entries at a time, measured from one of the entries.
         assert abs(own[0] - mean) <= 1e-6 * max(high - low, size * 1e-6) + 1e-44
         assert abs(own[1] - squares) <= 1e-5 * squares + 1e-12 * part.numel() * (high - low) ** 2 + 1e-30
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_peaks_of_whole_tiles_and_of_others(device: torch.device, measured: bool) -> None:
-    sizes = [22_000, 70, 8192]
-    grads, n = [torch.randn(size, device=device) for size in sizes], sum(sizes)
-    residual = torch.randn(n, device=device)
-    moments = torch.zeros(3, extension.MOMENTS, dtype=torch.float64, device=device) if measured else None
-    peaks = kernels.peaks(n, device)
-    kernels.accumulate(grads, residual, flag_on(device), moments=moments, peaks=peaks)
-    assert torch.equal(peaks, peaks_of(residual))
 
 
 FINITE_KINDS = [kind for kind in gradients.KINDS if kind not in ("huge", "tiny")]
@@ -75,21 +62,6 @@ def test_moments_are_those_of_the_residual(device: torch.device) -> None:
     found = moments_of(grads, scales=scales, residual=residual)
     assert reference.same(residual, before + torch.cat(scaled))
     check_moments(found, list(residual.split([3000, 500])))
-
-
-def test_entries_that_are_not_finite_do_not_reach_the_moments(device: torch.device) -> None:
-    grads = [torch.randn(5000, device=device)]
-    grads[0][77] = float("inf")
-    assert moments_of(grads).isfinite().all()
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_squares_are_summed_in_double(device: torch.device, sizes: list[int]) -> None:
-    grads = [(1e25 * torch.randn(n)).to(device) for n in sizes]
-    squares = torch.full((len(sizes),), -1.0, dtype=torch.float64, device=device)
-    kernels.sum_squares(grads, squares)
-    wanted = torch.stack([grad.double().square().sum() for grad in grads])
-    torch.testing.assert_close(squares, wanted, rtol=1e-12, atol=0)  # float64, added in another order
 
 
 def threshold_of(x: Tensor, lam: float, **options: bool) -> float:
@@ -199,21 +171,6 @@ def test_above_is_exact(device: torch.device, kind: str, n: int, capacity: int) 
 @pytest.mark.parametrize("n, count, steps", gradients.CLOSE)
 def test_above_of_close_entries(device: torch.device, n: int, count: int, steps: int) -> None:
     check_above(gradients.close(n, count, steps).to(device), [n], [0.5], count // 2)
-
-
-@given(
-    kind=gradients.kinds,
-    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0),
-    share=st.floats(0.0, 1.0),
-    seed=gradients.seeds,
-)
-def test_above_is_exact_for_any_layers(device: torch.device, kind: str, sizes: list[int], share: float, seed: int) -> None:
-    n = sum(sizes)
-    residual = gradients.draw(kind, n, seed).to(device)
-    generator = torch.Generator().manual_seed(seed)
-    scale = float(residual.abs().max())
-    thresholds = (torch.rand(len(sizes), generator=generator) * scale).tolist()
-    check_above(residual, sizes, thresholds, max(1, int(share**4 * n)))
 
 
 def test_thousands_of_tiny_layers(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mutations.fault import Fault
+from mutations.fault import Fault, faults
 from mutations.fsdp_faults import FSDP_FAULTS
 from mutations.kernels_faults import KERNEL_FAULTS
 from mutations.local_faults import LOCAL_FAULTS
@@ -39,8 +39,7 @@ from laboratory.report import write
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
     *ORDER_FAULTS,
-    *KERNEL_FAULTS,
-    *PROGRESS_FAULTS,
+    *faults(KERNEL_FAULTS, PROGRESS_FAULTS),
     *UPDATES_FAULTS,
     *PACKAGE_FAULTS,
     *PROGRAM_FAULTS,
