@@ -23,7 +23,6 @@ from gradcomp.spec import LOSSES
 
 TYPES = (torch.float32, torch.bfloat16)
 HALF, BLOCKS, SIGN, TOPK = (Candidate(str(gradcomp.make(spec))) for spec in ("half", "blocks", "sign", "topk"))
-CAST = Candidate("dense", torch.bfloat16)
 EVERY = [STOCK, HALF, BLOCKS, TOPK]
 
 

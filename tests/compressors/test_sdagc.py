@@ -218,8 +218,6 @@ def test_flush_sends_everything_and_all_ages_begin_anew() -> None:
 
 def test_its_spec() -> None:
     assert gradcomp.make("sdagc:lam=3.3,momentum=0.9") == Feedback(Sdagc(lam=3.3), momentum=0.9)
-    with pytest.raises(ValueError, match=r"momentum=0\.9 acts on top of sdagc:sam=0\.9's own momentum 0\.9"):
-        gradcomp.make("sdagc:sam=0.9,momentum=0.9")
     with pytest.raises(ValueError, match="needs the learning rates: pass optimizer="):
         gradcomp.Simulation("sdagc:density=0.01,lr_revision=density", {"w": (3,)}, 1)
 

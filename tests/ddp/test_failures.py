@@ -100,17 +100,6 @@ def left_out_at_the_end(run: Training) -> dict[str, Any]:
     return {"said": said, "kept": torch.equal(before, run.weights)}
 
 
-def other_order(run: Training) -> dict[str, Any]:
-    """Two optimizers step in another order on each rank."""
-    limit()
-    both = [torch.optim.SGD(each.parameters(), 0.1) for each in (run.model.first, run.model.last)]
-    run.backward()
-    for each in both:
-        each.step()
-    run.backward()
-    return {"said": small_net.refused(lambda: [each.step() for each in (both[::-1] if dist.get_rank() else both)])}
-
-
 def joined_alone(run: Training) -> dict[str, Any]:
     """Rank 1 has no batch at all, and joins at once."""
     limit()
@@ -131,9 +120,7 @@ def died(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.train(2))}
 
 
-CASES = {
-    each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, other_order, joined_alone)
-}
+CASES = {each.__name__: each for each in (died, caught, recovered, gone, left_out, left_out_at_the_end, joined_alone)}
 
 
 def program(case: str, spec: str) -> None:
@@ -211,8 +198,3 @@ def test_a_rank_without_any_batch_says_what_it_cannot_know() -> None:
     zero, one = found("joined_alone")
     assert one["said"].startswith("RuntimeError: this rank has joined without a step of its own"), one
     assert zero["said"].startswith("RuntimeError: "), zero
-
-
-def test_optimizers_that_step_in_another_order_are_named_on_all_ranks() -> None:
-    for own in found("other_order"):
-        assert own["said"].startswith(f"{PARTED}rank 0 is in step 6 of optimizer 1 and rank 1 is in step 6 of optimizer 2.")

@@ -108,15 +108,13 @@ def test_ties_and_vanishing_sums_are_settled_alike() -> None:
 
 
 @pytest.mark.parametrize("route", ["split", "tree"])
-def test_unknown_routes_and_warm_ups(route: str) -> None:
+def test_a_warm_up_sends_more_at_first(route: str) -> None:
     simulation = gradcomp.Simulation(f"topk:ratio=0.01,route={route},warmup=5", {"w": (1000,)}, 3)
     sent = []
     for step in range(6):
         simulation.step([{"w": gradients.draw("normal", 1000, 10 * step + rank)} for rank in range(3)])
         sent.append(max(simulation.bytes_sent))
     assert sent == sorted(sent, reverse=True) and sent[0] > 5 * sent[-1]
-    with pytest.raises(ValueError, match="sdagc: route=ring must be one of allgather, tree, split"):
-        gradcomp.make("sdagc:route=ring")
 
 
 @pytest.mark.parametrize("spec", ["gtopk:ratio=0.05", "topk:ratio=0.05,route=tree", "topk:ratio=0.05,route=split"])

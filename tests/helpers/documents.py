@@ -60,8 +60,3 @@ def study(name: str) -> dict[str, Any]:
     """Return the lines of a study of one task, by their specs."""
     (task,) = record(f"study-{name}")["tasks"].values()
     return {line["spec"]: line for line in task["lines"]}
-
-
-def lost_by(lines: dict[str, Any], spec: str, base: str = "dense") -> list[float]:
-    """Return how much lower a spec's score is than the base's, by seed."""
-    return [a - b for a, b in zip(lines[base]["scores"], lines[spec]["scores"], strict=True)]

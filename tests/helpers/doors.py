@@ -135,12 +135,6 @@ class Training:
         """Return the residual by the names of the model's parameters."""
         return {name.removeprefix(self.prefix): left for name, left in self.handle.residual().items()}
 
-    def layers(self) -> dict[str, Any]:
-        """Return the part of this rank's state that stages save by layer."""
-        (share,) = self.handle.state_dict()["of_rank"].values()
-        found: dict[str, Any] = share["layers"]
-        return found
-
     def apply(self, scaling: Any, unscales: bool = True) -> None:
         """Finish a step under a GradScaler, as Horovod's and torch's documentation say."""
         if self.door == DDP:

@@ -14,7 +14,7 @@ import torch
 from threads import Generation, ThreadNetwork
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from training import SHAPES, STEPS, Named, OptimizerOf, draw, mean
+from training import SHAPES, STEPS, Named, OptimizerOf, Trained, draw, mean
 
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
@@ -89,7 +89,7 @@ class Replica:
                 self.session.steps.after(each)
 
 
-class Replicas:
+class Replicas(Trained):
     """The ranks of one training; without a spec, one that trains alone by the mean gradient."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Replicas:
                 assert torch.equal(weight.detach(), self.weights[name].detach()), name
 
     @property
-    def weights(self) -> dict[str, nn.Parameter]:
+    def weights(self) -> dict[str, nn.Parameter]:  # type: ignore[override]
         return self.ranks[0].weights
 
     @property
@@ -212,13 +212,3 @@ class Replicas:
     def _of(self, ranks: int | None) -> tuple[Any, ...]:
         optimizer_of, shapes, size, _ = self._made
         return optimizer_of, shapes, ranks or self.count, size
-
-    def layers(self, stage: str = "feedback") -> list[dict[str, Any]]:
-        """Return the part of each rank's state that a stage saves by layer."""
-        shares = [share for rank in self.ranks for share in rank.session.resume.state_dict()["of_rank"].values()]
-        return [share["layers"].get(stage, {}) for share in shares]
-
-    def ends_as(self, other: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-        """Hold that the weights are the other training's; to the bit where the tolerances are 0."""
-        for name, weight in self.weights.items():
-            torch.testing.assert_close(weight, other.weights[name], rtol=rtol, atol=atol)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,18 @@ def mean(grads: Sequence[Named]) -> Named:
     return {name: torch.stack([own[name] for own in grads]).mean(0) for name in grads[0]}
 
 
-class Training:
+class Trained:
+    """A training that has weights by name."""
+
+    weights: Any
+
+    def ends_as(self, other: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+        """Hold that the weights are the other training's; to the bit where the tolerances are 0."""
+        for name, weight in self.weights.items():
+            torch.testing.assert_close(weight, other.weights[name], rtol=rtol, atol=atol)
+
+
+class Training(Trained):
     """Weights, their optimizer, and a simulation of the ranks, which is None without a spec. size: of the first weights."""
 
     def __init__(
@@ -43,7 +53,7 @@ class Training:
         **options: Any,
     ):
         torch.manual_seed(1)
-        self.shapes, self.ranks, self._optimizer_of, self._options = shapes, ranks, optimizer_of, options
+        self.shapes, self.ranks, self._options = shapes, ranks, options
         self.weights = {name: nn.Parameter(size * torch.randn(shape)) for name, shape in shapes.items()}
         self.optimizer: torch.optim.Optimizer = optimizer_of(self.weights.values())
         self.simulation: Any = None if spec is None else self.simulate(spec)
@@ -64,34 +74,3 @@ class Training:
         for name, weight in self.weights.items():
             weight.grad = updates[name].clone()
         self.optimizer.step()
-
-    def train(self, steps: int = STEPS, first: int = 0, alike: bool = True) -> Training:
-        """Take steps with drawn gradients, and return this training."""
-        for number in range(first, first + steps):
-            self.step(draw(number, self.shapes, self.ranks, alike))
-        return self
-
-    def resumed(self, spec: str | None, ranks: int | None = None) -> Training:
-        """Make a training with these weights, this optimizer's state, and this simulation's, where there is one."""
-        again = Training(None, self._optimizer_of, self.shapes, ranks or self.ranks, **self._options)
-        again.copy(self)
-        if spec is not None:
-            again.simulation = again.simulate(spec)
-            if self.simulation is not None:
-                again.simulation.load_state_dict(self.simulation.state_dict())
-        return again
-
-    def copy(self, other: Training) -> None:
-        """Take another training's weights and its optimizer's state."""
-        for name, weight in self.weights.items():
-            weight.data.copy_(other.weights[name].detach())
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-
-    def ends_as(self, other: Training, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-        """Hold that the weights are the other training's; to the bit where the tolerances are 0."""
-        for name, weight in self.weights.items():
-            torch.testing.assert_close(weight, other.weights[name], rtol=rtol, atol=atol)
-
-    def layers(self, stage: str) -> list[dict[str, Any]]:
-        """Return the part of each rank's state that a stage saves by layer."""
-        return [share["layers"].get(stage, {}) for share in self.simulation.state_dict()["of_rank"].values()]

@@ -232,16 +232,6 @@ def test_a_large_first_layer_is_coded_unless_it_is_to_be_dense() -> None:
     assert parts_of({**net, "body.weight": 99_900}, ":first=auto")[2] == ["embedding.weight"]
 
 
-@pytest.mark.parametrize("spec,said", [
-    ("lgc:bound=0", "lgc: max_code_error=0 must be above 0"),
-    ("lgc:by_host=true", "lgc cannot use by_host: it treats the first and last layers"),
-    ("lgc:warmup=5", "lgc has no gentler form to warm up with"),
-])  # fmt: skip
-def test_bad_knobs_are_refused(spec: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        gradcomp.make(spec)
-
-
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3]])
 @pytest.mark.parametrize("knobs", ["", "instance=server", "max_code_error=inf", "max_code_error=inf,instance=server"])
 def test_a_spike_leaves_every_value_finite_with_codes(knobs: str, ranks: list[int]) -> None:

@@ -164,9 +164,3 @@ def test_the_residual_of_a_frozen_layer_does_not_decay() -> None:
     for _ in range(4):
         simulation.step([{"a": torch.arange(64.0), "b": torch.zeros(64)}])
     assert before.any() and torch.equal(simulation.residual(0)["b"], before)
-
-
-def test_a_decay_needs_a_residual() -> None:
-    with pytest.raises(ValueError, match="decay acts on a residual that is kept; write feedback=true"):
-        gradcomp.make("blocks:decay=0.9")
-    assert str(gradcomp.make("topk:decay=0.95")) == "topk:decay=0.95"

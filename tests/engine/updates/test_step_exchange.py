@@ -60,19 +60,6 @@ def test_an_optimizer_that_replaces_another_keeps_what_waits() -> None:
     assert left > 0.8 * sum(before[name].numel() for name in SHAPES), "5 % are sent, and nothing else changes"
 
 
-def test_a_layer_that_comes_in_a_group_later_is_exchanged_from_then_on() -> None:
-    def some(weights: Any) -> SGD:
-        return SGD([*weights][:2], lr=0.05, momentum=0.9)
-
-    ours, theirs = (Replicas(spec, some, ranks=2) for spec in (ALL, None))
-    for training in (ours, theirs):
-        training.train(4)
-        for rank in training.ranks:
-            rank.optimizer.add_param_group({"params": [*rank.weights.values()][2:], "lr": 0.1})
-        training.train(6, 4)
-    ours.ends_as(theirs)
-
-
 def test_an_optimizer_of_another_model_is_none_of_its_business() -> None:
     ours = Replicas("topk:ratio=0.1", sgd, ranks=1).train(2)
     before, other = ours.states(), SGD([nn.Parameter(torch.ones(3))], lr=0.1)
