@@ -188,7 +188,9 @@ def test_a_simulation_shows_only_documented_names() -> None:
     assert shown == {"bytes_sent", "change", "load_state_dict", "residual", "state_dict", "stats", "step"}
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "sign", "bingrad", "terngrad", "sdagc:lam=1,small=none", "gtopk:ratio=0.1"])
+@pytest.mark.parametrize(
+    "spec", ["topk:ratio=0.1", "sign", "blocks", "bingrad", "terngrad", "sdagc:lam=1,small=none", "gtopk:ratio=0.1"]
+)
 def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> None:
     """Unsent entries are lost: equal gradients give equal updates after any steps, and the residual is zero."""
     torch.manual_seed(0)

@@ -101,16 +101,6 @@ def test_a_momentum_only_shares_entries_by_age() -> None:
     assert 0 < int((ages == 0).sum()) < ages.numel()
 
 
-def test_lam_zero_is_plain_momentum_sgd() -> None:
-    torch.manual_seed(0)
-    simulation = gradcomp.Simulation("sdagc:lam=0,momentum=0.5", {"w": (40, 50)}, 1)
-    velocity = torch.zeros(40, 50)
-    for _ in range(3):
-        grad = torch.randn(40, 50)
-        velocity = 0.5 * velocity + grad
-        assert torch.equal(simulation.step([{"w": grad}])["w"], velocity)  # all is sent, so nothing waits
-
-
 def test_each_layer_has_its_threshold() -> None:
     torch.manual_seed(0)
     shapes = {"loud": (200, 100), "quiet": (200, 100)}

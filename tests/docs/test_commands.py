@@ -1,4 +1,4 @@
-"""Every command of the project that a page shows is one: its program, its subcommand and its options exist."""
+"""Every command of the project that a page shows is one, with its program, subcommand and options, and so is every spec."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from documents import ROOT, USERS, blocks, name_of
 import gradcomp.__main__ as command_line
 from gradcomp import doctor
 from gradcomp.prediction import command as prediction
+from gradcomp.spec import auto_of, make
 from laboratory import demo
 from laboratory import main as laboratory
 
@@ -117,3 +118,20 @@ def test_a_script_without_help_is_shown_without_options() -> None:
 
 def test_no_page_is_left_out() -> None:
     assert {name_of(page) for page in USERS} >= {"README.md", "docs/install.md", "docs/programs.md", "docs/algorithms/index.md"}
+
+
+# Specs.
+
+SPEC_OF_CALL = re.compile(
+    r"\b(?:attach|change|Compression|Handler|GradcompStrategy|DistributedOptimizer|LocalSteps)\((?:[^()\"]|\([^()]*\))*\"([^\"]+)\""
+)
+OF_PAGES = {(name_of(page), spec) for page in USERS for spec in SPEC_OF_CALL.findall(page.read_text()) if "SPEC" not in spec}
+
+
+@pytest.mark.parametrize(("page", "spec"), sorted(OF_PAGES))
+def test_a_spec_of_a_page(page: str, spec: str) -> None:
+    assert auto_of(spec) or make(spec), page
+
+
+def test_there_are_specs() -> None:
+    assert ("docs/migrating.md", "blocks; *.bias=dense") in OF_PAGES and len(OF_PAGES) > 10

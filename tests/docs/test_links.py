@@ -63,3 +63,15 @@ def test_the_site_is_built_with_warnings_as_errors() -> None:
     """MkDocs counts no warning that --quiet hides, and --strict then finds nothing."""
     (line,) = re.findall(r'^stage "site" .*mkdocs build(.*)$', (ROOT / "scripts" / "check").read_text(), re.MULTILINE)
     assert line.split() == ["--strict"]
+
+
+def test_readme_has_at_most_100_lines() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100
+    assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 128
+
+
+def test_installing_comes_before_its_use() -> None:
+    text = (ROOT / "README.md").read_text()
+    places = [text.index(heading) for heading in ("## Install", "## Use it", "## Which spec?", "## Limits")]
+    assert places == sorted(places)
