@@ -39,10 +39,7 @@ from laboratory.report import write
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
     *ORDER_FAULTS,
-    *faults(KERNEL_FAULTS, PROGRESS_FAULTS),
-    *UPDATES_FAULTS,
-    *PACKAGE_FAULTS,
-    *PROGRAM_FAULTS,
+    *faults(KERNEL_FAULTS, PROGRESS_FAULTS, UPDATES_FAULTS, PACKAGE_FAULTS, PROGRAM_FAULTS),
     *FSDP_FAULTS,
     *LOCAL_FAULTS,
 )

@@ -2,286 +2,198 @@
 
 from __future__ import annotations
 
-from mutations.fault import Fault
+from mutations.fault import Table
 
-ENGINE = "gradcomp/engine"
-LAWS, HIDDEN, RANDOM = "test_laws_of_updates.py", "test_hidden_momentum.py", "test_random_programs.py"
-STEPS, FOUND, PROGRAMS = "test_steps.py", "test_found_by_mutation.py", "test_other_programs.py"
-
-UPDATES_FAULTS = (
-    Fault(
-        "an entry that waits releases more than its momentum has delivered",
-        ENGINE,
-        "[*[1 - m**age for age in range(255)], 1.0, *newest]",
-        "[*[1 - m ** (age + 1) for age in range(255)], 1.0, *newest]",
-        (HIDDEN, LAWS),
-    ),
-    Fault(
-        "Nesterov's momentum is taken for the heavy ball's",
-        ENGINE,
-        "if self.nesterov else [0.0] * 256",
-        "if False else [0.0] * 256",
-        (HIDDEN, LAWS),
-    ),
-    Fault(
-        "a hidden momentum is not shown again after the step",
-        ENGINE,
-        "            return\n        trained.momentum.show()\n        trained.has_begun = False\n",
-        "            return\n        trained.has_begun = False\n",
-        (HIDDEN,),
-    ),
-    Fault(
-        "SGD steps without its momentum and without the rest of each gradient's effect",
-        ENGINE,
-        'values = {"momentum": 0.0, "lr": group["lr"] * whole}',
-        'values = {"momentum": 0.0, "lr": group["lr"]}',
-        (HIDDEN, LAWS),
-    ),
-    Fault(
-        "a subclass of SGD loses its momentum",
-        ENGINE,
-        "rule = RULES.get(class_of(optimizer))",
-        "rule = next((rule for kind, rule in RULES.items() if isinstance(optimizer, kind)), None)",
-        (HIDDEN,),
-    ),
-    Fault(
-        "what moments of before have not delivered is lost",
-        ENGINE,
-        "bucket.progress.residual[begin:end].add_(slot.flat(step).float(), alpha=share)",
-        "slot.flat(step)",
-        (HIDDEN,),
-    ),
-    Fault(
-        "moments of before stay and are delivered twice",
-        ENGINE,
-        "                moment.zero_()\n                yield parameter, step\n",
-        "                yield parameter, step\n",
-        (HIDDEN,),
-    ),
-    Fault(
-        "RMSprop has no momentum to go on with after a change to gradients",
-        ENGINE,
-        "state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)",
-        "pass",
-        (HIDDEN, RANDOM),
-    ),
-    Fault(
-        "ages begin only once a momentum is 0",
-        ENGINE,
-        "if self.ages is None and self.selects and momentum.value:",
-        "if self.ages is None and self.selects and not momentum.value:",
-        (FOUND,),
-    ),
-    Fault(
-        "a bad gradient of one rank is known to that rank alone",
-        ENGINE,
-        "return records[3::4].sum()",
-        "return records[3::4][:1].sum()",
-        (LAWS, RANDOM),
-    ),
-    Fault(
-        "ranks that have parted go on",
-        ENGINE,
-        "raise self._network.failure(_PARTED",
-        "print(_PARTED",
-        ("test_agreement.py",),
-    ),
-    Fault(
-        "a change to gradients forgets what waits",
-        ENGINE,
-        "        bucket.progress.deliver(Update(mean), scale)\n",
-        "",
-        ("test_step_exchange.py",),
-    ),
-    Fault(
-        "a change to gradients leaves every rank the state of its own optimizer",
-        ENGINE,
-        "        state.copy_(mean.view(state.shape))\n",
-        "        mean.view(state.shape)\n",
-        ("test_step_exchange.py", RANDOM),
-    ),
-    Fault(
-        "the residual of a frozen layer moves it",
-        ENGINE,
-        "            self.frozen.set_aside(frozen)\n",
-        "            pass\n",
-        (LAWS, "test_frozen.py"),
-    ),
-    # --- Steps: who exchanges, when, and with which settings
-    Fault(
-        "a closure sees a hidden momentum",
-        ENGINE,
-        "        _show(optimizer)\n        _closures += 1\n",
-        "        _closures += 1\n",
-        (PROGRAMS, STEPS),
-    ),
-    Fault(
-        "a step that has raised an error stays half done",
-        ENGINE,
-        "        for bucket in trained.waiting:\n",
-        "        for bucket in ():\n",
-        (PROGRAMS,),
-    ),
-    Fault(
-        "a layer of two optimizers is exchanged after the steps of one",
-        ENGINE,
-        "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each])",
-        "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each][-1:])",
-        (PROGRAMS,),
-    ),
-    Fault(
-        "parameters that nobody exchanges lose their momentum",
-        ENGINE,
-        "and all(each in self._own or each in exchanged for each in trained)",
-        "",
-        (PROGRAMS,),
-    ),
-    Fault(
-        "the moments of gradients in between are lost in the next change to updates",
-        ENGINE,
-        "        self._has_hidden = False\n\n    @torch",
-        "\n    @torch",
-        (PROGRAMS,),
-    ),
-    Fault(
-        "a change before a step leaves every rank its own gradients",
-        ENGINE,
-        "                local(grad).copy_(slot.shaped(own))\n",
-        "                slot.shaped(own)\n",
-        (PROGRAMS,),
-    ),
-    Fault(
-        "a step that only makes a state to save is exchanged",
-        ENGINE,
-        '_MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")',
-        "_MAKE_STATES = ()",
-        (PROGRAMS, "test_state.py"),
-    ),
-    Fault(
-        "hooks of the user's act on the weights of one rank",
-        ENGINE,
-        'cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)',
-        "handle",
-        (STEPS,),
-    ),
-    Fault(
-        "weights are copied before hooks that the user adds later",
-        ENGINE,
-        "if not before or next(reversed(before.values())) is not _before:",
-        "if not before:",
-        (STEPS, "test_loops.py"),
-    ),
-    Fault(
-        "an outer step exchanges once more",
-        ENGINE,
-        "        if self.in_step:\n            self._leave_out(buckets)\n",
-        "",
-        ("test_step_exchange.py", "test_optimizers.py"),
-    ),
-    Fault(
-        "a closure asks the other ranks, which may call theirs more often",
-        ENGINE,
-        "if poison is None or self.in_step or self._network",
-        "if poison is None or self._network",
-        (FOUND, "test_optimizers.py"),
-    ),
-    Fault(
-        "steps of Horovod's Adasum within backward() are taken for a training's",
-        ENGINE,
-        "self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)",
-        "self.has_unchecked_gradients",
-        ("test_loops.py",),
-    ),
-    Fault(
-        "Horovod's step is exchanged before it calls the optimizer's",
-        "gradcomp/horovod",
-        'if getattr(optimizer, "_synchronized", False):',
-        "if False:",
-        ("test_sets.py", "test_state.py"),
-    ),
-    Fault(
-        "SparseAdam gets a dense gradient",
-        "gradcomp/horovod",
-        "if self._takes_sparse and not p.grad.is_sparse:",
-        "if False:",
-        ("test_sparse.py",),
-    ),
-    Fault(
-        "op=Sum moves the weights by the mean",
-        ENGINE,
-        "bucket.progress.deliver(update, self.scale)",
-        "bucket.progress.deliver(update, 1.0)",
-        (FOUND, "test_ways.py"),
-    ),
-    Fault(
-        "a program whose weights no optimizer moves is not warned",
-        ENGINE,
-        "if self._passes == PASSES_BEFORE_WARNING:",
-        "if False:",
-        (FOUND,),
-    ),
-    Fault(
-        "a rank that finds the others parted keeps its own step",
-        ENGINE,
-        "                    bucket.progress.go_back()\n",
-        "",
-        ("test_agreement.py",),
-    ),
-    Fault(
-        "another optimizer of the same layers begins without what waits",
-        ENGINE,
-        "state.regroup(old, session.make_reducer(session.compressor))",
-        "session.make_reducer(session.compressor)",
-        ("test_step_exchange.py",),
-    ),
-    # --- What goes into the residual, and what stays there
-    Fault(
-        "the mean of ranks' noisy steps is as short as the noise makes it",
-        ENGINE,
-        "            factor = self.noise.factor\n",
-        "            factor = 1.0\n",
-        ("test_adam_noise.py",),
-    ),
-    Fault(
-        "the weight decay is lengthened as ranks' noisy steps are",
-        ENGINE,
-        "[decays[id(each)] for each in params] if any(rates) else []",
-        "[]",
-        (FOUND,),
-    ),
-    Fault(
-        "a residual of updates does not decay",
-        ENGINE,
-        "layout, feedback.decay\n",
-        "layout, 1.0\n",
-        (FOUND, "test_feedback.py"),
-    ),
-    Fault(
-        "the residual of a layer that is unfrozen does not come back",
-        ENGINE,
-        "            self._part(layer).add_(self.residuals.pop(layer)).clamp_(-LARGEST, LARGEST)\n",
-        "            self.residuals.pop(layer)\n",
-        (LAWS, "test_frozen.py"),
-    ),
-    Fault(
-        "a checkpoint leaves out what waits of a frozen layer",
-        ENGINE,
-        "        bucket.put_back()\n        own: dict[str, dict[str, Any]] = {}\n",
-        "        own: dict[str, dict[str, Any]] = {}\n",
-        ("test_frozen.py",),
-    ),
-    Fault(
-        "a rank's own clip= has the bound of all ranks",
-        ENGINE,
-        "feedback.clip / math.sqrt(self._network.world.size)",
-        "feedback.clip",
-        (FOUND,),
-    ),
-    Fault(
-        "groups of two momenta share a bucket, and one of them",
-        ENGINE,
-        "tuple([(i, each[name]) for i, each",
-        "tuple([(i, None) for i, each",
-        (HIDDEN,),
-    ),
-)
+UPDATES_FAULTS: Table = {
+    "gradcomp/engine": {
+        ("test_hidden_momentum.py", "test_laws_of_updates.py"): {
+            "an entry that waits releases more than its momentum has delivered": (
+                "[*[1 - m**age for age in range(255)], 1.0, *newest]",
+                "[*[1 - m ** (age + 1) for age in range(255)], 1.0, *newest]",
+            ),
+            "Nesterov's momentum is taken for the heavy ball's": (
+                "if self.nesterov else [0.0] * 256",
+                "if False else [0.0] * 256",
+            ),
+            "SGD steps without its momentum and without the rest of each gradient's effect": (
+                'values = {"momentum": 0.0, "lr": group["lr"] * whole}',
+                'values = {"momentum": 0.0, "lr": group["lr"]}',
+            ),
+        },
+        ("test_hidden_momentum.py",): {
+            "a hidden momentum is not shown again after the step": (
+                "            return\n        trained.momentum.show()\n        trained.has_begun = False\n",
+                "            return\n        trained.has_begun = False\n",
+            ),
+            "a subclass of SGD loses its momentum": (
+                "rule = RULES.get(class_of(optimizer))",
+                "rule = next((rule for kind, rule in RULES.items() if isinstance(optimizer, kind)), None)",
+            ),
+            "what moments of before have not delivered is lost": (
+                "bucket.residual[begin:end].add_(slot.flat(step).float(), alpha=share)",
+                "slot.flat(step)",
+            ),
+            "moments of before stay and are delivered twice": (
+                "                moment.zero_()\n                yield parameter, step\n",
+                "                yield parameter, step\n",
+            ),
+            "groups of two momenta share a bucket, and one of them": (
+                "tuple([(i, each[name]) for i, each",
+                "tuple([(i, None) for i, each",
+            ),
+        },
+        ("test_hidden_momentum.py", "test_random_programs.py"): {
+            "RMSprop has no momentum to go on with after a change to gradients": (
+                "state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)",
+                "pass",
+            ),
+        },
+        ("test_found_by_mutation.py",): {
+            "ages begin only once a momentum is 0": (
+                "if self.ages is None and self.selects and momentum.value:",
+                "if self.ages is None and self.selects and not momentum.value:",
+            ),
+            "a program whose weights no optimizer moves is not warned": (
+                "if self._passes == PASSES_BEFORE_WARNING:",
+                "if False:",
+            ),
+            "the weight decay is lengthened as ranks' noisy steps are": (
+                "[decays[id(each)] for each in params] if any(rates) else []",
+                "[]",
+            ),
+            "a rank's own clip= has the bound of all ranks": (
+                "feedback.clip / math.sqrt(self._network.world.size)",
+                "feedback.clip",
+            ),
+        },
+        ("test_laws_of_updates.py", "test_random_programs.py"): {
+            "a bad gradient of one rank is known to that rank alone": (
+                "return records[3::4].sum()",
+                "return records[3::4][:1].sum()",
+            ),
+        },
+        ("test_agreement.py",): {
+            "ranks that have parted go on": ("raise self._network.failure(_PARTED", "print(_PARTED"),
+            "a rank that finds the others parted keeps its own step": ("                    bucket.progress.go_back()\n", ""),
+        },
+        ("test_step_exchange.py",): {
+            "a change to gradients forgets what waits": ("        bucket.progress.deliver(Update(mean), scale)\n", ""),
+            "another optimizer of the same layers begins without what waits": (
+                "state.regroup(self.reducer, self._make_reducer(self.compressor))",
+                "self._make_reducer(self.compressor)",
+            ),
+        },
+        ("test_step_exchange.py", "test_random_programs.py"): {
+            "a change to gradients leaves every rank the state of its own optimizer": (
+                "        state.copy_(mean.view(state.shape))\n",
+                "        mean.view(state.shape)\n",
+            ),
+        },
+        ("test_laws_of_updates.py", "test_frozen.py"): {
+            "the residual of a frozen layer moves it": ("            self.frozen.set_aside(frozen)\n", "            pass\n"),
+            "the residual of a layer that is unfrozen does not come back": (
+                "            self._part(layer).add_(self.residuals.pop(layer)).clamp_(-LARGEST, LARGEST)\n",
+                "            self.residuals.pop(layer)\n",
+            ),
+        },
+        ("test_other_programs.py", "test_steps.py"): {
+            "a closure sees a hidden momentum": (
+                "        _show(optimizer)\n        _closures += 1\n",
+                "        _closures += 1\n",
+            ),
+        },
+        ("test_other_programs.py",): {
+            "a step that has raised an error stays half done": (
+                "        for bucket in trained.waiting:\n",
+                "        for bucket in ():\n",
+            ),
+            "a layer of two optimizers is exchanged after the steps of one": (
+                "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each])",
+                "tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each][-1:])",
+            ),
+            "parameters that nobody exchanges lose their momentum": (
+                "and all(each in self._own or each in exchanged for each in trained)",
+                "",
+            ),
+            "the moments of gradients in between are lost in the next change to updates": (
+                "        self._has_hidden = False\n\n    @torch",
+                "\n    @torch",
+            ),
+            "a change before a step leaves every rank its own gradients": (
+                "                grad.copy_(slot.shaped(own))\n",
+                "                slot.shaped(own)\n",
+            ),
+        },
+        ("test_other_programs.py", "test_state.py"): {
+            "a step that only makes a state to save is exchanged": (
+                '_MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")',
+                "_MAKE_STATES = ()",
+            ),
+        },
+        ("test_steps.py",): {
+            "hooks of the user's act on the weights of one rank": (
+                'cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)',
+                "handle",
+            ),
+        },
+        ("test_steps.py", "test_loops.py"): {
+            "weights are copied before hooks that the user adds later": (
+                "if not before or next(reversed(before.values())) is not _before:",
+                "if not before:",
+            ),
+        },
+        ("test_step_exchange.py", "test_optimizers.py"): {
+            "an outer step exchanges once more": ("        if self.in_step:\n            self._leave_out(buckets)\n", ""),
+        },
+        ("test_found_by_mutation.py", "test_optimizers.py"): {
+            "a closure asks the other ranks, which may call theirs more often": (
+                "if poison is None or self.in_step or self._network",
+                "if poison is None or self._network",
+            ),
+        },
+        ("test_loops.py",): {
+            "steps of Horovod's Adasum within backward() are taken for a training's": (
+                "self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)",
+                "self.has_unchecked_gradients",
+            ),
+        },
+        ("test_found_by_mutation.py", "test_ways.py"): {
+            "op=Sum moves the weights by the mean": (
+                "bucket.progress.deliver(update, self.scale)",
+                "bucket.progress.deliver(update, 1.0)",
+            ),
+        },
+        ("test_adam_noise.py",): {
+            "the mean of ranks' noisy steps is as short as the noise makes it": (
+                "            factor = self.noise.factor\n",
+                "            factor = 1.0\n",
+            ),
+        },
+        ("test_found_by_mutation.py", "test_feedback.py"): {
+            "a residual of updates does not decay": ("decay = self.feedback.decay", "decay = 1.0"),
+        },
+        ("test_feedback.py",): {
+            "a residual of gradients does not decay": (
+                "return self.decay if self.feedback else 0.0",
+                "return 1.0 if self.feedback else 0.0",
+            ),
+        },
+        ("test_frozen.py",): {
+            "a checkpoint leaves out what waits of a frozen layer": (
+                "        bucket.put_back()\n        own: dict[str, dict[str, Any]] = {}\n",
+                "        own: dict[str, dict[str, Any]] = {}\n",
+            ),
+        },
+    },
+    "gradcomp/horovod": {
+        ("test_sets.py", "test_state.py"): {
+            "Horovod's step is exchanged before it calls the optimizer's": (
+                'if getattr(optimizer, "_synchronized", False):',
+                "if False:",
+            ),
+        },
+        ("test_sparse.py",): {
+            "SparseAdam gets a dense gradient": ("if self._takes_sparse and not p.grad.is_sparse:", "if False:"),
+        },
+    },
+}
