@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from gradcomp.messages import payload as payloads
+from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
+
+HUGE = 2**63 - 1
 
 
 def test_numpy_goes_in_as_it_is() -> None:
@@ -39,31 +45,133 @@ def test_cupy_on_a_stream_of_its_own_equals_torch() -> None:
     assert torch.equal(torch.from_numpy(indices.get()).long(), expected)
 
 
-def refused(message: str, *args: object, **options: object) -> None:
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-        kernels.accumulate(*args, **options)  # type: ignore[arg-type]
+class Arrays:
+    """Arrays on a device: of floats, of whole numbers, and of bytes."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def f(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.device)
+
+    def i(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.int32, device=self.device)
+
+    def b(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.uint8, device=self.device)
 
 
-def test_refusals_name_the_wrong_argument() -> None:
-    f, flag = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
-    refused(r"grads\[0\] is float64, but must be float32, float16 or bfloat16", [f.double()], f, flag)
-    refused(r"grads\[1\] is int32", [f[:2], f[:2].int()], f, flag)
-    refused("accumulate: residual is float64, but must be float32", [f], f.double(), flag)
-    refused("residual is not contiguous", [f], torch.zeros(4, 2)[:, 0], flag)
-    refused(r"grads\[0\] is not contiguous", [torch.zeros(2, 2).t()], f, flag)
-    refused("grads have 4 entries in all, but residual has 5", [f], torch.zeros(5), flag)
-    refused("peaks has 2 entries, but needs 1", [f], f, flag, peaks=torch.zeros(2, dtype=torch.int32))
-    refused("flag has 0 entries, but needs at least 1", [f], f, flag[:0])
-    refused("of_residual=-1 must be at least 0", [f], f, flag, residual_factor=-1.0)
-    refused("accumulate: residual must be an array of torch, NumPy or CuPy, not .*list", [f], [1.0, 2.0], flag)
+def accumulate(grads: Any, residual: Any, flag: int = 1, **options: Any) -> Callable[[Arrays], Any]:
+    return lambda a: kernels.accumulate(grads(a), residual(a), a.i(flag), **{name: of(a) for name, of in options.items()})
 
 
-def test_k_out_of_range_is_refused() -> None:
-    for k in (0, -1, 5):
-        with pytest.raises(ValueError, match=rf"k={k} must be in \[1, 4\], the number of entries of residual"):
-            kernels.take_topk(
-                torch.zeros(4), k, torch.zeros(9), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-            )
+def take_topk(k: Any, n: int = 4, **options: Any) -> Callable[[Arrays], Any]:
+    return lambda a: kernels.take_topk(
+        a.f(n), k, a.f(9)[:3], a.i(9)[:3], a.i(2), **{name: of(a) for name, of in options.items()}
+    )
+
+
+def offer(residual: int = 4, pieces: tuple[int, ...] = (4,), ages: int = 4, shares: int = 512, **options: Any) -> Any:
+    return lambda a: kernels.offer_progress(
+        [a.f(n) for n in pieces],
+        a.f(4),
+        a.f(residual),
+        a.b(ages),
+        a.f(shares),
+        a.i(1),
+        **{n: of(a) for n, of in options.items()},
+    )
+
+
+def heaviest(
+    table: int = 144, n: int = 100, k: int = 1, estimates: int | None = None, **options: int
+) -> Callable[[Arrays], Any]:
+    return lambda a: kernels.heaviest(a.f(table), 3, 0, n, a.i(k), a.f(k if estimates is None else estimates), **options)
+
+
+def add_packed(blocks: int = 1, headers: int = 1, words: tuple[int, ...] = (5,), capacity: int = 10) -> Callable[[Arrays], Any]:
+    return lambda a: kernels.add_packed(a.f(1000), [a.i(1)] * blocks, [a.i(n) for n in words], [a.i(2)] * headers, capacity)
+
+
+def packed_payload(begin: int, more: int) -> Callable[[Arrays], Any]:
+    size = payloads.size(COMPACT.form(1000, 10))
+    return lambda a: kernels.take_topk_and_pack(a.f(1000), 10, a.b(4096)[begin : begin + size + more])
+
+
+FOUR, FLOATS = (lambda a: [a.f(4)]), (lambda a: a.f(4))
+REFUSED: list[tuple[Callable[[Arrays], Any], str]] = [
+    (accumulate(lambda a: [a.f(4).double()], FLOATS), r"grads\[0\] is float64, but must be float32, float16 or bfloat16"),
+    (accumulate(lambda a: [a.f(2), a.i(2)], FLOATS), r"grads\[1\] is int32"),
+    (accumulate(FOUR, lambda a: a.f(4).double()), "accumulate: residual is float64, but must be float32"),
+    (accumulate(FOUR, lambda a: a.f(4, 2)[:, 0]), "residual is not contiguous"),
+    (accumulate(lambda a: [a.f(2, 2).t()], FLOATS), r"grads\[0\] is not contiguous"),
+    (accumulate(FOUR, lambda a: a.f(5)), "grads have 4 entries in all, but residual has 5"),
+    (accumulate(FOUR, FLOATS, peaks=lambda a: a.i(2)), "peaks has 2 entries, but needs 1"),
+    (accumulate(FOUR, FLOATS, 0), "flag has 0 entries, but needs at least 1"),
+    (accumulate(FOUR, FLOATS, residual_factor=lambda a: -1.0), "of_residual=-1 must be at least 0"),
+    (accumulate(FOUR, lambda a: [1.0, 2.0]), "accumulate: residual must be an array of torch, NumPy or CuPy, not .*list"),
+    *((take_topk(k), rf"k={k} must be in \[1, 4\], the number of entries of residual") for k in (0, -1, 5)),
+    *(
+        (
+            lambda a, k=k: extension.native.take_topk(
+                a.f(10), None, None, None, k, a.f(1), a.i(1), a.i(2), a.i(10**5), threads=1
+            ),
+            r"take_topk: k=.* must be a whole number",
+        )
+        for k in (None, 1.5, 2**63, [1])
+    ),
+    (take_topk(3, 1000, ages=lambda a: a.b(0)), "take_topk: ages has 0 entries"),
+    (offer(residual=3), "offer_progress: residual has 3 entries, but start has 4"),
+    (offer(pieces=(3,)), "offer_progress: weights have 3 entries in all, but start has 4"),
+    (offer(ages=3), "offer_progress: ages has 3 entries, but start has 4"),
+    (offer(shares=511), "offer_progress: shares has 511 entries, but needs at least 512"),
+    (offer(pieces=(2, 2), decays=lambda a: a.f(1)), "offer_progress: decays has 1 entries, but needs at least 2"),
+    (lambda a: kernels.deliver_progress(a.f(4), [a.f(4)], a.f(3), a.f(4)), "rest has 3 entries, but update has 4"),
+    *(
+        (lambda a, at=at: kernels.add_back([a.f(4)], a.f(4), a.i(3), at), rf"add_back: bucket={at} must be in \[0, 3\)")
+        for at in (-1, 3, HUGE)
+    ),
+    *(
+        (lambda a, n=n: kernels.find_levels(a.f(100), "mean", n, 2, a.f(2), a.f(1)), rf"find_levels: group={n} must be in \[32")
+        for n in (31, 2**31, HUGE)
+    ),
+    *(
+        (
+            lambda a, n=n: extension.native.write_header(None, n, own := a.i(2), **extension.queue(own)),
+            rf"count={n} must be in \[0",
+        )
+        for n in (-1, 2**31)
+    ),
+    (packed_payload(0, 8), r"take_topk_and_pack: payload has \d+ bytes, but needs \d+"),
+    (packed_payload(4, 0), "take_topk_and_pack: payload begins at an address that is no multiple of 8: pass a copy"),
+    (add_packed(2, 2, (5, 9)), r"add_packed: entries\[1\] has 9 entries, but entries\[0\] has 5"),
+    (add_packed(2), "add_packed: blocks come from 2 ranks, but headers from 1"),
+    (add_packed(capacity=20), "add_packed: entries has 5 words, but needs 9 for 20 of 1000 entries"),
+    (add_packed(capacity=1001), r"add_packed: capacity=1001 must be in \[1, 1000\]"),
+    *((add_packed(65, n, (5,) * 65), f"add_packed: entries come from 65 ranks, but headers from {n}") for n in (0, 64)),
+    (lambda a: kernels.take_blocks(a.f(100), 9, a.b(400)), r"take_blocks: bits=9 must be in \[2, 8\]"),
+    (lambda a: kernels.take_blocks(a.f(100), 5, a.b(400)), "take_blocks: payload has 400 bytes, but needs 96"),
+    (lambda a: kernels.add_blocks(a.f(100), [a.b(400)[4:100]], 5), "begins at an address that is no multiple of 8"),
+    *(
+        (lambda a, n=n: kernels.sketch(a.f(100), n, 0, a.f(192)), f"sketch: rows={n} must be 3, 5, 7 or 9")
+        for n in (-3, 1, 4, 11)
+    ),
+    (lambda a: kernels.sketch(a.f(100), 3, 0, a.f(120)), "sketch: table has 120 entries, but needs a multiple of 48"),
+    (heaviest(table=0), "heaviest: table has 0 entries"),
+    (heaviest(k=101), r"heaviest: indices has 101 entries, but must have 1 to 100"),
+    (heaviest(k=0), "heaviest: indices has 0 entries"),
+    (heaviest(k=3, estimates=2), "heaviest: estimates has 2 entries, but indices has 3"),
+    # Of 2,000 entries, the second of two parts has 976, and the third of three none.
+    *((heaviest(n=2000, part=part, parts=parts), "heaviest: part=") for part, parts in ((2, 2), (-1, 2), (0, 0))),
+    (heaviest(n=2000, k=977, part=1, parts=2), "heaviest: indices has"),
+    (heaviest(n=2000, part=2, parts=3), "heaviest: indices has"),
+]
+
+
+@pytest.mark.parametrize("call, sentence", REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_a_refusal_names_the_wrong_argument(device: torch.device, call: Callable[[Arrays], Any], sentence: str) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=sentence):
+        call(Arrays(device))
 
 
 def test_too_many_arrays_for_one_launch_are_refused_below_and_cut_above() -> None:
@@ -147,27 +255,3 @@ class Items:
 def test_only_lists_of_arrays_are_lists_of_arrays(grads: object) -> None:
     with pytest.raises(ValueError, match="flatten: grads must be a list of arrays, not"):
         extension.native.flatten(grads, torch.zeros(1000), stream=0, threads=1)
-
-
-@pytest.mark.parametrize("k", [None, 1.5, 2**63, [1]])
-def test_a_number_that_is_none_is_named(k: object) -> None:
-    arrays = torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    scratch = torch.zeros(100_000, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"take_topk: k=.* must be a whole number"):
-        extension.native.take_topk(torch.zeros(10), None, None, None, k, *arrays, scratch, stream=0, threads=1)
-
-
-def test_empty_ages_are_of_the_wrong_size() -> None:
-    entries = torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="take_topk: ages has 0 entries"):
-        kernels.take_topk(torch.ones(1000), 3, *entries, ages=torch.zeros(0, dtype=torch.uint8))
-
-
-def test_payloads_of_different_numbers_of_ranks_are_refused() -> None:
-    block, entry, header = (torch.zeros(n, dtype=torch.int32) for n in (1, 3, 2))
-    for count in (0, extension.MOST_RANKS):
-        with pytest.raises(ValueError, match=f"add_packed: entries come from 65 ranks, but headers from {count}"):
-            kernels.add_packed(torch.zeros(64), [block] * 65, [entry] * 65, [header] * count, 5)
-    alone = torch.ones(64)
-    kernels.add_packed(alone, [], [], [], 1)  # a rank alone adds no payload
-    assert alone.eq(1).all()

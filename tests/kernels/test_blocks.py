@@ -226,14 +226,3 @@ def test_no_bytes_do_harm(device: torch.device, wrong: str) -> None:
     said = read(payload, n, bits)
     assert said[0].isnan() and said[4096:8192].count_nonzero() == 0
     assert said[1:4096].count_nonzero() > 1000 and said[8192:].count_nonzero() > 100
-
-
-def test_arguments_are_checked(device: torch.device) -> None:
-    x, payload = torch.ones(100, device=device), torch.zeros(400, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match=r"take_blocks: bits=9 must be in \[2, 8\]"):
-        kernels.take_blocks(x, 9, payload)
-    with pytest.raises(ValueError, match="take_blocks: payload has 400 bytes, but needs 96"):
-        kernels.take_blocks(x, 5, payload)
-    with pytest.raises(ValueError, match="begins at an address that is no multiple of 8"):
-        kernels.add_blocks(x, [payload[4:100]], 5)
-    assert x.sum() == 100

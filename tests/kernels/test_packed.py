@@ -117,20 +117,6 @@ def test_many_ranks_payloads_are_added_one_after_the_other(device: torch.device,
         assert target[0].isnan() and target[1:].isfinite().all()
 
 
-def test_payloads_of_different_ranks_are_alike(device: torch.device) -> None:
-    first, second = (pack(torch.randn(1000, device=device), k)[0] for k in (10, 20))
-    target = torch.zeros(1000, device=device)
-    with pytest.raises(ValueError, match=r"add_packed: entries\[1\] has 9 entries, but entries\[0\] has 5"):
-        COMPACT.add(Update(target), [first, second])
-    lists = [[first[name]] for name in ("blocks", "entries", "header")]
-    with pytest.raises(ValueError, match="add_packed: blocks come from 2 ranks, but headers from 1"):
-        kernels.add_packed(target, lists[0] * 2, *lists[1:], 10)
-    with pytest.raises(ValueError, match="add_packed: entries has 5 words, but needs 9 for 20 of 1000 entries"):
-        kernels.add_packed(target, *lists, 20)
-    with pytest.raises(ValueError, match=r"add_packed: capacity=1001 must be in \[1, 1000\]"):
-        kernels.add_packed(target, *lists, 1001)
-
-
 def sound(form: str, payload: Payload, n: int) -> bool:
     try:
         CODECS[form].check_one(payload, n, "rank 1")

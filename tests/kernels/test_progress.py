@@ -189,20 +189,3 @@ def test_a_step_of_which_everything_travels_is_the_optimizers_own(device: torch.
     kernels.deliver_progress(update, weights, rest, residual)
     torch.testing.assert_close(weights, own, rtol=0, atol=2.0**-22)
     assert not residual.any()
-
-
-def test_arrays_that_do_not_fit_are_refused(device: torch.device) -> None:
-    ones, ages = torch.ones(4, device=device), torch.zeros(4, dtype=torch.uint8, device=device)
-    shares, flag = whole_share(device), flag_on(device)
-    for arrays, sentence in (
-        ((ones, ones[:3], ages, shares), "residual has 3 entries, but start has 4"),
-        ((ones[:3], ones, ages, shares), "weights have 4 entries in all, but start has 3"),
-        ((ones, ones, ages[:3], shares), "ages has 3 entries, but start has 4"),
-        ((ones, ones, ages, shares[:511]), "shares has 511 entries, but needs at least 512"),
-    ):
-        with pytest.raises(ValueError, match=f"offer_progress: {sentence}"):
-            kernels.offer_progress([ones], *arrays, flag)
-    with pytest.raises(ValueError, match="offer_progress: decays has 1 entries, but needs at least 2"):
-        kernels.offer_progress([ones[:2], ones[2:]], ones, ones, None, shares, flag, decays=ones[:1])
-    with pytest.raises(ValueError, match="deliver_progress: rest has 3 entries, but update has 4"):
-        kernels.deliver_progress(ones, [ones], ones[:3], ones)

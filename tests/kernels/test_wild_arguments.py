@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcomp.messages import payload as payloads
-from gradcomp.messages.rounding import LevelRounding, RoundingRule
-from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
-from gradcomp.native.memory import Update
 
 HUGE = 2**63 - 1
 
@@ -26,20 +22,6 @@ def test_an_array_between_two_addresses_of_its_type_is_refused(device: torch.dev
             kernels.offer_all(array, np.zeros(16, np.float32))
     with pytest.raises(ValueError, match=r"flatten: grads\[0\] begins at an address that is no multiple of 2"):
         kernels.flatten([memory[1:5].view(np.float16)], np.zeros(2, np.float32))
-
-
-@pytest.mark.parametrize("bucket", [-1, 3, HUGE])
-def test_a_bucket_without_a_verdict_is_refused(bucket: int, device: torch.device) -> None:
-    verdicts = torch.zeros(3, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=rf"add_back: bucket={bucket} must be in \[0, 3\), one for each of the verdicts"):
-        kernels.add_back([torch.zeros(4, device=device)], torch.zeros(4, device=device), verdicts, bucket)
-
-
-@pytest.mark.parametrize("group", [31, 2**31, HUGE])
-def test_a_group_that_no_bucket_fills_is_refused(group: int, device: torch.device) -> None:
-    flat = torch.zeros(100, device=device)
-    with pytest.raises(ValueError, match=rf"find_levels: group={group} must be in \[32, 2\^31\)"):
-        kernels.find_levels(flat, "mean", group, 2, torch.zeros(2, device=device), torch.zeros(1, device=device))
 
 
 @pytest.mark.parametrize("kernel", ["accumulate", "take_topk", "take_above", "heaviest"])
@@ -138,28 +120,3 @@ def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> No
     thresholds = torch.empty(2, device=device)
     kernels.set_thresholds(moments, ends, torch.ones(1, device=device), thresholds, live=False)
     assert thresholds[1] == 2
-
-
-@pytest.mark.parametrize("count", [-1, 2**31])
-def test_a_count_that_no_header_holds_is_refused(count: int, device: torch.device) -> None:
-    header = torch.zeros(2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=rf"write_header: count={count} must be in \[0, 2\^31\)"):
-        extension.native.write_header(None, count, header, **extension.queue(header))
-
-
-def test_a_payload_of_another_size_or_between_two_words_is_refused(device: torch.device) -> None:
-    n, k, rule = 1000, 10, RoundingRule("optimal", 3, 100)
-    residual, size = torch.ones(n, device=device), payloads.size(COMPACT.form(n, k))
-    memory = torch.zeros(4096, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match=f"take_topk_and_pack: payload has {size + 8} bytes, but needs {size}"):
-        kernels.take_topk_and_pack(residual, k, memory[: size + 8])
-    sentence = "begins at an address that is no multiple of 8: pass a copy"
-    with pytest.raises(ValueError, match=f"take_topk_and_pack: payload {sentence}"):
-        kernels.take_topk_and_pack(residual, k, memory[4 : size + 4])
-    sent = [memory[:size], memory[size + 4 : 2 * size + 4]]
-    with pytest.raises(ValueError, match=f"add_and_settle_packed: payloads {sentence}"):
-        kernels.add_and_settle_packed(Update(residual).flat, sent, k, 1.0, None, residual.clone(), memory[:size])
-    size = payloads.size(LevelRounding(rule, n).form)
-    with pytest.raises(ValueError, match=f"find_and_take_levels: payload has 8 bytes, but needs {size}"):
-        kernels.find_and_take_levels(residual, rule.kind, rule.group, rule.count, 0, memory[:8])
-    assert residual.sum() == n and not memory.any()
