@@ -169,6 +169,15 @@ def test_a_training_under_a_scaler_is_torchs_own(kind: Any, spec: str, act: Any,
     same(lambda spec: scaled(kind, spec, act, passes), spec)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_stats_have_the_norm_of_gradients_without_the_scale_of_a_scaler_that_is_given(told: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    run = Run(sgd, "topk", scaler=scaler if told else None)
+    scaler.scale(run.loss(0)).backward()
+    norm = torch.cat([each.grad.flatten() for each in run.model.parameters()]).norm()
+    assert run.handle.stats()["grad_norm"] == pytest.approx(float(norm) / (1024 if told else 1), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind, spec", [(torch.optim.AdamW, LEFT), (torch.optim.SGD, SPEC)])
 def test_a_fused_optimizer_under_a_scaler_is_torchs_own(kind: Any, spec: str) -> None:
     """It unscales gradients and skips steps by itself."""
