@@ -352,3 +352,25 @@ def test_the_default_of_feedback_is_the_compressors(name: str, feedback: str) ->
     other = {"true": "false", "false": "true"}[feedback]
     spec = f"{name}:feedback={other}{',sigmas=1.5' if name == 'orq' else ''}"
     assert f"(default {feedback})" in gradcomp.describe(spec).split(f"feedback={other} ")[1].split("momentum=")[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "act_on_updates"),
+    [
+        ("dense", False),
+        ("half", False),
+        ("blocks", False),
+        ("topk:feedback=false", False),
+        ("orq:levels=9", False),
+        ("orq:levels=3", True),
+        ("terngrad", True),
+        ("qsgd", True),
+        ("topk", True),
+        ("sign", True),
+        ("blocks:feedback=true", True),
+    ],
+)
+def test_what_is_rounded_finely_travels_as_gradients_and_what_is_late_or_coarse_as_updates(
+    spec: str, act_on_updates: bool
+) -> None:
+    assert gradcomp.make(spec).traits.acts_on_updates is act_on_updates

@@ -37,62 +37,6 @@ def all_same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(reference.same(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_all_is_offered_exactly_or_nothing(device: torch.device, dtype: torch.dtype) -> None:
-    for share in (1.0, 0.0):
-        weights, start, _ = a_step([5000, 77], dtype, device)
-        residual, flag = torch.randn(5077, device=device), flag_on(device)
-        everything = residual + (start - reference.flatten(weights))
-        kernels.offer_progress(weights, start, residual, None, whole_share(device, share), flag)
-        offered, kept = (everything, torch.zeros_like(start)) if share else (torch.zeros_like(start), everything)
-        assert torch.equal(start, offered) and torch.equal(residual, kept)
-
-
-def test_no_entry_grows_older_than_255_and_one_without_an_age_is_1(device: torch.device) -> None:
-    shares = torch.arange(512.0, device=device)
-    ages = torch.tensor([0, 1, 253, 254, 255, 255], dtype=torch.uint8, device=device)
-    for given, wanted in ((ages, [1, 2, 254, 255, 255, 255]), (None, [1] * 6)):
-        start, residual, flag = torch.ones(6, device=device), torch.zeros(6, device=device), flag_on(device)
-        kernels.offer_progress([torch.ones(6, device=device)], start, residual, given, shares, flag)  # nothing was made
-        assert not start.any() and not residual.any()
-        start, residual = torch.ones(6, device=device), torch.zeros(6, device=device)
-        kernels.offer_progress([torch.zeros(6, device=device)], start, residual, given, shares, flag)
-        older = torch.tensor(wanted if given is None else [min(age + 1, 255) for age in wanted])
-        assert start.tolist() == (256.0 + 2 * older).tolist()
-        if given is not None:
-            assert torch.equal(given.cpu(), older.to(torch.uint8))
-
-
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_progress_that_is_not_finite_counts_as_none(device: torch.device, dtype: torch.dtype, bad: float) -> None:
-    weights, start, before = a_step([4096, 5000], dtype, device)
-    weights[1][-1] = bad
-    residual, flag = torch.full((9096,), 0.5, device=device), flag_on(device)
-    kernels.offer_progress(weights, start, residual, None, whole_share(device), flag)
-    assert flag.item() == 1 and start[-1] == 0.5 and start.isfinite().all() and not residual.any()
-    assert all_same(weights, before)
-
-
-def test_what_waits_and_what_is_offered_stay_within_the_largest(device: torch.device) -> None:
-    largest, n = extension.LARGEST, 4099
-    for share, signs in ((1.0, (1, 1)), (2.0, (1, -1)), (-1.0, (-1, 1))):
-        start, weights = torch.full((n,), 3e38, device=device), [torch.zeros(n, device=device)]
-        residual = torch.full((n,), largest, device=device)
-        kernels.offer_progress(weights, start, residual, None, whole_share(device, share), flag_on(device))
-        assert (start == signs[0] * largest).all()
-        assert (residual == (0.0 if share == 1 else 0.0 if share == 2 else largest)).all()
-
-
-def test_finite_progress_is_refused_by_no_factor(device: torch.device) -> None:
-    n = 4099
-    for decays in (None, torch.tensor([0.5], device=device)):
-        start, weights, flag = torch.full((n,), 1e38, device=device), [torch.zeros(n, device=device)], flag_on(device)
-        residual, share = torch.zeros(n, device=device), whole_share(device)
-        kernels.offer_progress(weights, start, residual, None, share, flag, factor=-10.0, decays=decays)
-        assert flag.item() == 0 and (start == -extension.LARGEST).all() and not residual.any()
-
-
 def launches(sizes: list[int]) -> list[tuple[slice, slice]]:
     """Split pieces into those of each launch, and their entries."""
     ends = [0, *torch.tensor(sizes).cumsum(0).tolist()]

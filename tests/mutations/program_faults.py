@@ -38,7 +38,7 @@ PROGRAM_FAULTS: Table = {
         },
     },
     "gradcomp/exchanges": {
-        ("test_found_by_mutation.py",): {
+        ("test_knobs.py",): {
             "gradients that are rounded to three levels travel as gradients": (
                 "coarse=error >= LARGEST_ERROR_ROUNDED_TWICE",
                 "coarse=False",

@@ -48,7 +48,7 @@ UPDATES_FAULTS: Table = {
                 "pass",
             ),
         },
-        ("test_found_by_mutation.py",): {
+        ("test_step_exchange.py",): {
             "ages begin only once a momentum is 0": (
                 "if self.ages is None and self.selects and momentum.value:",
                 "if self.ages is None and self.selects and not momentum.value:",
@@ -57,13 +57,24 @@ UPDATES_FAULTS: Table = {
                 "if self._passes == PASSES_BEFORE_WARNING:",
                 "if False:",
             ),
+            "a rank's own clip= has the bound of all ranks": (
+                "feedback.clip / math.sqrt(self._network.world.size)",
+                "feedback.clip",
+            ),
+            "a change to gradients forgets what waits": ("        bucket.progress.deliver(Update(mean), scale)\n", ""),
+            "another optimizer of the same layers begins without what waits": (
+                "state.regroup(self.reducer, self._make_reducer(self.compressor))",
+                "self._make_reducer(self.compressor)",
+            ),
+        },
+        ("test_adam_noise.py",): {
             "the weight decay is lengthened as ranks' noisy steps are": (
                 "[decays[id(each)] for each in params] if any(rates) else []",
                 "[]",
             ),
-            "a rank's own clip= has the bound of all ranks": (
-                "feedback.clip / math.sqrt(self._network.world.size)",
-                "feedback.clip",
+            "the mean of ranks' noisy steps is as short as the noise makes it": (
+                "            factor = self.noise.factor\n",
+                "            factor = 1.0\n",
             ),
         },
         ("test_laws_of_updates.py", "test_random_programs.py"): {
@@ -75,13 +86,6 @@ UPDATES_FAULTS: Table = {
         ("test_agreement.py",): {
             "ranks that have parted go on": ("raise self._network.failure(_PARTED", "print(_PARTED"),
             "a rank that finds the others parted keeps its own step": ("                    bucket.progress.go_back()\n", ""),
-        },
-        ("test_step_exchange.py",): {
-            "a change to gradients forgets what waits": ("        bucket.progress.deliver(Update(mean), scale)\n", ""),
-            "another optimizer of the same layers begins without what waits": (
-                "state.regroup(self.reducer, self._make_reducer(self.compressor))",
-                "self._make_reducer(self.compressor)",
-            ),
         },
         ("test_step_exchange.py", "test_random_programs.py"): {
             "a change to gradients leaves every rank the state of its own optimizer": (
@@ -144,8 +148,6 @@ UPDATES_FAULTS: Table = {
         },
         ("test_step_exchange.py", "test_optimizers.py"): {
             "an outer step exchanges once more": ("        if self.in_step:\n            self._leave_out(buckets)\n", ""),
-        },
-        ("test_found_by_mutation.py", "test_optimizers.py"): {
             "a closure asks the other ranks, which may call theirs more often": (
                 "if poison is None or self.in_step or self._network",
                 "if poison is None or self._network",
@@ -157,19 +159,13 @@ UPDATES_FAULTS: Table = {
                 "self.has_unchecked_gradients",
             ),
         },
-        ("test_found_by_mutation.py", "test_ways.py"): {
+        ("test_step_exchange.py", "test_ways.py"): {
             "op=Sum moves the weights by the mean": (
                 "bucket.progress.deliver(update, self.scale)",
                 "bucket.progress.deliver(update, 1.0)",
             ),
         },
-        ("test_adam_noise.py",): {
-            "the mean of ranks' noisy steps is as short as the noise makes it": (
-                "            factor = self.noise.factor\n",
-                "            factor = 1.0\n",
-            ),
-        },
-        ("test_found_by_mutation.py", "test_feedback.py"): {
+        ("test_step_exchange.py", "test_feedback.py"): {
             "a residual of updates does not decay": ("decay = self.feedback.decay", "decay = 1.0"),
         },
         ("test_feedback.py",): {

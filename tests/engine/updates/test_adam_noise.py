@@ -185,3 +185,18 @@ def test_an_optimizer_that_keeps_its_momentum_is_not_compared() -> None:
             ours.step(noisy(step, [1.0] * 4))
         noise = ours.ranks[0].session.reducer.buckets[0].progress.noise
         assert noise.factor == 1 and not noise.sums.any()
+
+
+def test_the_weight_decay_of_ranks_with_noise_is_that_of_ranks_without() -> None:
+    """The ranks' steps are lengthened, and what the decay takes away is not."""
+    left = []
+    for alike in (False, True):
+        ours = Replicas(ALL_SENT, partial(AdamW, lr=0.01, weight_decay=0.3), {"w": (2000,)}, 4)
+        for rank in ours.ranks:
+            rank.weights["w"].data.fill_(1.0)
+        for step in range(40):
+            grads = noisy(step, [1.0] * 4, {"w": (2000,)}, 0.0)
+            ours.step(grads[:1] * 4 if alike else grads)
+        left.append(float(ours.copied()["w"].mean()))
+    assert left[0] == pytest.approx(left[1], abs=0.01)
+    assert left[0] < 0.95

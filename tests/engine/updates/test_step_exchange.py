@@ -12,7 +12,10 @@ from torch import nn, optim
 from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
 
+from gradcomp.engine.updates.step_exchange import PASSES_BEFORE_WARNING
+
 ALL = "topk:ratio=1,wire=exact"
+plain = partial(SGD, lr=0.1)
 sgd = partial(SGD, lr=0.05, momentum=0.9)
 
 
@@ -114,3 +117,76 @@ def test_after_a_change_to_gradients_all_optimizers_have_one_state(optimizer_of:
     ours.train(4, 8)
     ours.change("topk:ratio=0.1")
     ours.train(4, 12)
+
+
+# What moves the weights, and how far.
+
+
+def test_an_entry_that_has_waited_moves_by_what_its_momentum_has_delivered() -> None:
+    """The second one waits for four steps. Its share in the fifth is 1 - 0.9^5."""
+    ours = Replicas("topk:ratio=0.5,wire=exact", partial(SGD, lr=0.1, momentum=0.9), {"w": (2,)})
+    for _ in range(4):
+        ours.step([{"w": torch.tensor([8.0, 0.1])}])
+    waits, before = float(ours.residual()["w"][1]), float(ours.copied()["w"][1])
+    assert waits == pytest.approx(0.4)
+    ours.step([{"w": torch.tensor([0.0, 100.0])}])
+    assert before - float(ours.copied()["w"][1]) == pytest.approx((waits + 100) * (1 - 0.9**5))
+
+
+def test_a_decay_lets_what_waits_fade() -> None:
+    ours = Replicas("topk:ratio=0.5,decay=0.5,wire=exact", plain, {"w": (2,)})
+    for waits in (0.1, 0.15, 0.175):
+        ours.step([{"w": torch.tensor([8.0, 1.0])}])
+        assert ours.residual()["w"].tolist() == pytest.approx([0, waits], abs=1e-6)
+
+
+@pytest.mark.parametrize("by", ["layer", "model"])
+def test_a_clip_cuts_each_ranks_gradient_to_its_share(by: str) -> None:
+    """Of 4 ranks whose gradients have nothing in common, the mean is then at most as long as a clip of it allows."""
+    ours = Replicas(f"{ALL},clip=1,clip_by={by}", plain, {"w": (4,)}, 4)
+    before = ours.copied()["w"]
+    ours.step([{"w": torch.tensor([0.0, 30.0, 0.0, 40.0])}] * 4)
+    assert (before - ours.copied()["w"]).tolist() == pytest.approx([0, 0.03, 0, 0.04], rel=1e-4)
+
+
+def test_sums_move_the_weights_as_far_as_all_ranks_together() -> None:
+    ours = Replicas(ALL, plain, {"w": (4,)}, 3)
+    for rank in ours.ranks:
+        rank.session.sums = True
+    before = ours.copied()["w"]
+    ours.step([{"w": torch.full((4,), each)} for each in (1.0, 2.0, 3.0)])
+    assert (before - ours.copied()["w"]).tolist() == pytest.approx([0.6] * 4)
+
+
+def test_a_program_whose_weights_no_optimizer_moves_is_warned() -> None:
+    ours = Replicas("topk", plain, {"w": (4,)}, 2)
+    grads = draw(0, {"w": (4,)}, 2)
+    for _ in range(PASSES_BEFORE_WARNING - 1):
+        ours.exchange(grads)
+    with pytest.warns(UserWarning, match="no torch optimizer has stepped"):
+        ours.exchange(grads)
+
+
+class Searches(SGD):
+    """Calls its closure several times before it steps, as a line search does. calls: so many."""
+
+    calls = 1
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(self.calls):
+            closure()
+        return super().step()
+
+
+def test_ranks_may_call_their_closures_as_often_as_each_likes() -> None:
+    ours, theirs = (Replicas(spec, partial(Searches, lr=0.1), {"w": (4,)}, 2) for spec in (ALL, None))
+    searches: Any = ours.ranks[1].optimizer
+    searches.calls = 3
+    for step in range(3):
+        grads = draw(step, {"w": (4,)}, 2)
+        of_rank = {id(rank): own for rank, own in zip(ours.ranks, grads, strict=True)}
+        ours.each(lambda rank: rank.step(closure=lambda: rank.backward(of_rank[id(rank)])))  # noqa: B023
+        ours.check_equal()
+        mean = {"w": (grads[0]["w"] + grads[1]["w"]) / 2}
+        theirs.each(lambda rank: rank.step(closure=lambda: rank.backward(mean)))  # noqa: B023
+    ours.ends_as(theirs)
