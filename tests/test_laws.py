@@ -11,7 +11,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import SHAPES, SPIKES, Named, check_conservation, draw, mean, residuals
+from laws import SHAPES, SPIKES, Named, check_conservation, check_resumes, draw, mean, residuals
 from specs import ALL, promised
 from torch import Tensor
 
@@ -164,16 +164,7 @@ def test_a_spike_that_was_sent_is_over(spec: str) -> None:
 @few_worlds
 @specs
 def test_a_checkpoint_continues_to_the_bit(spec: str, world: int) -> None:
-    """A simulation that loads the state gives the same updates as the one that goes on."""
-    first = gradcomp.Simulation(spec, SHAPES, world)
-    for step in range(3):
-        first.step(draw("normal", step, world))
-    second = gradcomp.Simulation(spec, SHAPES, world)
-    second.load_state_dict(first.state_dict())
-    for step in range(3, 6):
-        grads = draw("laplace", step, world)
-        ours, theirs = first.step(grads), second.step(grads)
-        assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+    check_resumes(lambda: gradcomp.Simulation(spec, SHAPES, world), world)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

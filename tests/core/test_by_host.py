@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from laws import SHAPES, SPIKES, check_conservation, draw, residuals
+from laws import SHAPES, SPIKES, check_conservation, check_resumes, draw, residuals
 
 import gradcomp
 from gradcomp.core.by_host import position_of
@@ -86,16 +85,7 @@ def test_a_spike_leaves_every_value_finite(spec: str, world: int, per_host: int,
 
 @specs
 def test_a_checkpoint_continues_to_the_bit(spec: str) -> None:
-    world = 4
-    first = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
-    for step in range(3):
-        first.step(draw("normal", step, world))
-    second = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
-    second.load_state_dict(first.state_dict())
-    for step in range(3, 6):
-        grads = draw("laplace", step, world)
-        ours, theirs = first.step(grads), second.step(grads)
-        assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+    check_resumes(lambda: gradcomp.Simulation(spec, SHAPES, 4, ranks_per_host=2), 4)
 
 
 def test_other_hosts_take_over_the_residual() -> None:

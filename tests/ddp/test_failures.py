@@ -80,24 +80,20 @@ def gone(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.handle.load_state_dict(run.handle.state_dict()))}
 
 
-def left_out(run: Training) -> dict[str, Any]:
-    """Rank 1 leaves out a step, and goes on to its next backward pass. Both go on after the error as if there were none."""
+def left_out(run: Training, goes_on: bool = True) -> dict[str, Any]:
+    """Rank 1 leaves out a step, and goes on to its next backward pass or does nothing more. Both try another step then."""
     limit()
     run.optimizer.zero_grad()
     run.backward()
     before = run.weights
+    if dist.get_rank() == 1 and not goes_on:
+        return {"said": ""}
     said = small_net.refused(run.backward if dist.get_rank() == 1 else run.optimizer.step)
     return {"said": said, "kept": torch.equal(before, run.weights), "again": small_net.refused(run.optimizer.step)}
 
 
 def left_out_at_the_end(run: Training) -> dict[str, Any]:
-    """Rank 1 leaves out the last step, and does nothing more."""
-    limit()
-    run.optimizer.zero_grad()
-    run.backward()
-    before = run.weights
-    said = "" if dist.get_rank() == 1 else small_net.refused(run.optimizer.step)
-    return {"said": said, "kept": torch.equal(before, run.weights)}
+    return left_out(run, goes_on=False)
 
 
 def joined_alone(run: Training) -> dict[str, Any]:

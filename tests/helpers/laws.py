@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import gradients
 import torch
-from reference import LARGEST
+from reference import LARGEST, same
 from torch import Tensor
 
 import gradcomp
@@ -55,6 +55,18 @@ def check_conservation(simulation: gradcomp.Simulation, grads: list[Named], deca
         full = sum((part[name].abs() >= LARGEST for part in after), torch.zeros(slot.shape, dtype=torch.bool))
         assert (((wanted - found).abs() <= rounding) | full).all(), f"{name}: {(wanted - found).abs().max()}"
     return update
+
+
+def check_resumes(make: Callable[[], gradcomp.Simulation], world: int) -> None:
+    """Hold that a simulation which loads the state gives the same updates as the one that goes on."""
+    first, second = make(), make()
+    for step in range(3):
+        first.step(draw("normal", step, world))
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        grads = draw("laplace", step, world)
+        ours, theirs = first.step(grads), second.step(grads)
+        assert all(same(ours[name], theirs[name]) for name in SHAPES)
 
 
 def _everywhere(grads: list[Named], size: float) -> None:
