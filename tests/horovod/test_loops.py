@@ -83,7 +83,7 @@ def test_horovods_own_lines_train_as_horovod_alone_does(door: str) -> None:
 
 @both_doors
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05", "blocks"])
-def test_without_a_scaler_it_reaches_the_weights_of_all(spec: str, door: str) -> None:
+def test_without_a_scaler_an_overflow_of_one_rank_reaches_the_weights_of_all(spec: str, door: str) -> None:
     for own in found():
         kept = own["overflow", door, spec]
         assert not kept["weights"].isfinite().all() and kept["residual"].isfinite().all()

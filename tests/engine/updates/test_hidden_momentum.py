@@ -106,16 +106,6 @@ def test_horovods_subclass_is_seen_through() -> None:
         assert HiddenMomentum(of_own(parameters(), **CLASSES[kind][0]), None).rule is None
 
 
-def test_a_subclass_keeps_its_momentum() -> None:
-    class Own(SGD):
-        pass
-
-    ours, theirs = (Replicas(spec, partial(Own, lr=0.05, momentum=0.9), ranks=2).train() for spec in (ALL, None))
-    ours.ends_as(theirs)
-    assert all("momentum_buffer" in ours.optimizer.state[each] for each in ours.weights.values())
-    assert not any(left.any() for left in ours.residual().values()), "nothing waits: the optimizer has its momentum"
-
-
 @every_class
 def test_a_momentum_on_a_device_is_left_to_the_optimizer(kind: type) -> None:
     """Nobody may wait for its value."""
