@@ -199,7 +199,7 @@ def test_flush_sends_everything_and_all_ages_begin_anew() -> None:
     simulation = gradcomp.Simulation("sdagc:flush=3,momentum=0.9", {"w": (100, 100)}, 2)
     for step in range(6):
         simulation.step([{"w": torch.randn(100, 100)} for _ in range(2)])
-        assert bool(simulation._reducers[1].buckets[0].states["feedback"].ages.any()) == (step % 3 != 2)
+        assert bool(simulation._reducers[1].buckets[0].progress.ages.any()) == (step % 3 != 2)
     simulation = gradcomp.Simulation("sdagc:flush=3", {"w": (100, 100)}, 2)
     for step in range(6):
         simulation.step([{"w": torch.randn(100, 100)} for _ in range(2)])

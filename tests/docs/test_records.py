@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from documents import ROOT, record, study
 
-from documentation import local_steps, results, scale, step_times, usual_loops
+from documentation import tables
 from laboratory.commands import steps, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
-RESULTS = results.PAGE.read_text()
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 
 
@@ -136,26 +135,3 @@ def test_the_outcomes_of_others_programs() -> None:
     ours = next(each["failed"] for each in lines if each["program"] == "horovod-tests" and each["spec"] == "topk")
     others = {name for name, said in ours.items() if "Muon" not in said}
     assert others == {"test_broadcast_state", "test_gradient_clipping"}
-
-
-def test_the_page_of_results_has_the_tables_of_the_records() -> None:
-    assert results.written(RESULTS) == RESULTS, "run PYTHONPATH=scripts python -m documentation.results"
-
-
-@pytest.mark.parametrize("name", ["scores", "steps", "seconds"])
-def test_a_chart_is_that_of_the_records(name: str) -> None:
-    made = dict(results.charts())
-    assert (results.CHARTS / f"{name}.svg").read_text() == made[name], "run PYTHONPATH=scripts python -m documentation.results"
-    assert f"](charts/{name}.svg)" in RESULTS and len(made) == 3
-    assert "prefers-color-scheme: dark" in made[name] and not re.search(r'<script|href="', made[name])
-
-
-def test_a_chart_shows_what_loses() -> None:
-    """A difference to dense that is large has a row, and so has a way that needs longer than stock."""
-    made = dict(results.charts())
-    assert "6.97 (\N{LESS-THAN OR EQUAL TO} 8.99)" in made["scores"]
-    last = made["seconds"][made["seconds"].rindex(">4 hosts, 10 Gbit/s<") :]
-    stock, levels = (int(re.findall(rf">{name}<.*?>(\d+)[ <]", last, re.DOTALL)[0]) for name in ("stock", "orq, 9 levels"))
-    assert stock < levels
-    left = [float(x) for x in re.findall(r'<(?:rect|line)[^>]* x1?="([\d.]+)"', "".join(made.values()))]
-    assert min(left) >= 0 and max(left) <= 400

@@ -8,12 +8,15 @@ PACKAGE_FAULTS: Table = {
     "gradcomp/engine": {
         ("test_laws.py",): {
             "a residual is dropped: error feedback forgets what it did not send": (
-                "            self.feedback.residual_factor,\n",
-                "            0.0,\n",
+                "residual_factor=self.decay",
+                "residual_factor=0.0",
             ),
         },
         ("test_feedback.py", "test_phases.py"): {
-            "clipping is by all ranks, not by a rank's share": ("norm / math.sqrt(context.world.size)", "norm"),
+            "clipping is by all ranks, not by a rank's share": (
+                "feedback.clip / math.sqrt(context.world.size)",
+                "feedback.clip",
+            ),
             "warm-up counts one stage too many": (
                 "(int(STAGES * steps / self.warmup) + 1) / (STAGES + 1)",
                 "(int(STAGES * steps / self.warmup) + 2) / (STAGES + 1)",
@@ -36,8 +39,8 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_laws_of_updates.py", "test_every_spec.py"): {
             "a checkpoint leaves the ages out": (
-                "return Part({**super().save(state, layout, copy).layers, **ages})",
-                "return super().save(state, layout, copy)",
+                '({} if self.ages is None else {"ages": self.ages})',
+                "{}",
             ),
         },
         ("test_state.py",): {
@@ -48,7 +51,7 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_state.py", "test_every_spec.py"): {
             "a change of spec loses what waits": (
-                "            stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))\n",
+                "            bucket.progress.load([before], 1.0)()\n",
                 "            pass\n",
             ),
         },
@@ -57,8 +60,8 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_agreement.py", "test_slots.py"): {
             "ranks do not meet again after Horovod is initialised anew": (
-                "return self._membership.met_in is self.network.generation",
-                "return self._membership.met_in is not None",
+                "return self.membership.met_in is self.network.generation",
+                "return self.membership.met_in is not None",
             ),
         },
         ("test_odd_models.py", "test_ways.py"): {
@@ -67,13 +70,7 @@ PACKAGE_FAULTS: Table = {
                 "self.copy = None",
             ),
         },
-        ("test_health.py",): {
-            "a residual of which hardly anything is sent is not warned of": (
-                "steps * statistics.median(self._taken) < HARDLY",
-                "steps * statistics.mean(self._taken) < 0",
-            ),
-            "a residual may outgrow the steps by any power": ("(now / half) ** POWER", "(now / half) ** (9 * POWER)"),
-        },
+        ("test_health.py",): {},
         ("test_membership.py",): {
             "what waits is not scaled to a new number of ranks": (
                 "if self.owner.scaled_for not in (0, size) and not sums:",
@@ -84,8 +81,8 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_membership.py", "test_failures.py"): {
             "a failed step is forgotten at once": (
-                "if self._failure is not None and self._failure[0] is self.network.generation:",
-                "if self._failure is not None and self._failure[0] is not self.network.generation:",
+                "here if found is Phase.EXCHANGING or found is Phase.FAILED else None",
+                "here if found is Phase.EXCHANGING else None",
             ),
         },
         ("test_session.py",): {
