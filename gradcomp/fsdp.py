@@ -2,7 +2,7 @@
 
 fully_shard() and replicate() reduce the gradients of each module as soon as they are complete. Over shards, attach() replaces
 the reduce-scatter by torch's own interface for that. Replicas are told to attach(), and torch knows nothing of them, or they
-are a dimension of the modules' mesh, with the backend "gradcomp": torch has no other way to replace the all-reduce.
+are a dimension of the modules' mesh, with the backend "gradcomp": torch has no other way to replace its own all-reduce.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def attach(
     for module in modules:
         reduction: Any = _Reduction(handle.modules, module, mesh)
         set_reduce_scatter(module.fsdp_module, reduction)
+        if mesh.replicas is not None and not mesh.reduces:
+            module.fsdp_module.set_all_reduce_hook(reduction.over_hidden_replicas)
     return handle
 
 
@@ -271,9 +273,11 @@ class _Reduction:
             return (sent, 0) if shards is None else bytes_of_native(sent, shards.world)
 
         modules.run(reduce)
-        if not self._mesh.reduces and self._mesh.replicas is not None:
-            replicas = self._mesh.replicas
-            self._reduce(output_tensor, lambda: dist.all_reduce(output_tensor.div_(replicas.size()), group=replicas), 1.0)
+
+    def over_hidden_replicas(self, tensor: Tensor) -> None:
+        """Reduce the module's gradients over replicas that torch does not know, in its hook after the shards' reduction."""
+        replicas: Any = self._mesh.replicas
+        self._reduce(tensor, lambda: dist.all_reduce(tensor.div_(replicas.size()), group=replicas), 1.0)
 
     def _over_replicas(self, tensor: Tensor, opts: Any) -> None:
         """Reduce the module's gradients over replicas, in torch's own all-reduce."""
