@@ -185,8 +185,7 @@ class Simulation:
         for reducer, of_rank in zip(reducers, grads, strict=True):
             for name, grad in of_rank.items():
                 if grad is not None:
-                    given = grad.detach().reshape(-1).to(self._device, torch.float32, copy=True)  # which the exchange consumes
-                    reducer.ready(slots[name], given)
+                    reducer.ready(slots[name], grad.contiguous())
         for reducer in reducers:
             reducer.start_all()
         while [reducer for reducer in reducers if reducer.advance()]:

@@ -113,9 +113,12 @@ class Bucket:
             self.frozen.set_aside(frozen)
         if self.of_weights:
             return self.progress.offer(context, self.steps, frozen)
+        given = context.memory.scratch("given", self.layout.total, self.flat, "float32")
+        kernels.flatten(self.ordered_grads, given)
+        arrays = given.split(self.layout.sizes)
         if (scales := self._clip(context)) is not None:
-            torch._foreach_mul_([*self.ordered_grads], [*scales.unbind()])
-        return self.progress.offer_given(self.ordered_grads, context, frozen)
+            torch._foreach_mul_([*arrays], [*scales.unbind()])
+        return self.progress.offer_given(arrays, context, frozen)
 
     def _collect_gradients(self, context: StepContext, frozen: Sequence[int]) -> Acc:
         found = self._statistics

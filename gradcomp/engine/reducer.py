@@ -25,6 +25,7 @@ from gradcomp.engine.context import StepContext
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
+from gradcomp.engine.updates.agreement import Agreement
 from gradcomp.engine.updates.hidden_momentum import Momentum
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
@@ -138,6 +139,7 @@ class Reducer:
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self._context: StepContext | None = None  # of the step under way
+        self._agreement: Agreement | None = None  # of the step under way, not ended yet
 
     def watch(self, observer: Any) -> None:
         """Tell an observer of all steps; None for no longer."""
@@ -167,7 +169,7 @@ class Reducer:
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note layers' gradients, and start each bucket with its last one.
 
-        grads: contiguous. They must not change before their updates are delivered. Where a residual stays, they are consumed.
+        grads: contiguous. They must not change before their updates are delivered.
         """
         for slot, grad in zip(slots, grads, strict=True):
             name = slot.name
@@ -246,9 +248,12 @@ class Reducer:
         if self.clock is not None:
             self.clock.restart()
 
-    def run(self, buckets: Sequence[Bucket], scale: float = 1.0) -> None:
-        """Exchange the progress of the weights of these buckets. They move by scale times the mean."""
-        self.scale = scale
+    def run(self, buckets: Sequence[Bucket], scale: float = 1.0, agreement: Agreement | None = None) -> None:
+        """Exchange the progress of the weights of these buckets. They move by scale times the mean.
+
+        agreement: of the ranks, under way; it ends before the first request, after work that is this rank's own.
+        """
+        self.scale, self._agreement = scale, agreement
         if self.clock is not None:
             self.clock.note_gradient()
             self.clock.note_last_gradient()
@@ -308,7 +313,7 @@ class Reducer:
                 bucket.running.close()
             bucket.running = bucket.answer = None
             bucket.forget_grads()
-        self._context = None
+        self._context = self._agreement = None
         self._step += 1  # its verdicts are not the next step's
         self.watch(self.observer)
         if self.observer is not None:
@@ -364,6 +369,9 @@ class Reducer:
             self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host) if is_send else sent
             if self.clock is not None:
                 self.clock.note_request()
+            if self._agreement is not None:
+                agreement, self._agreement = self._agreement, None
+                agreement.end()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
 

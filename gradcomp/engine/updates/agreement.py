@@ -16,7 +16,7 @@ from torch import Tensor
 from gradcomp.core.requests import Field, Gather, Payload
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Memory
-from gradcomp.networks import Connection
+from gradcomp.networks import Answer, Connection
 
 # The kinds of records, and their form.
 BACKWARD, STEP = 1.0, 2.0
@@ -35,19 +35,26 @@ class Agreement:
     def __init__(self, network: Connection):
         self._network = network
         self._found: HostCopy | None = None
+        self._answer: Answer | None = None
 
-    def exchange(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> Tensor:
-        """Exchange records. Return 0 if all gradients are finite, otherwise Inf or NaN, where the records lie.
-
-        number: of the optimizer. poison: a float, not 0 where a gradient is not finite.
-        """
+    def begin(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> None:
+        """Begin to exchange records. number: of the optimizer. poison: a float, not 0 where a gradient is not finite."""
         if self._found is not None:
             self._look(self._found.all())
         device = self._network.device
         record = torch.tensor((kind, float(number), float(step), 0.0)).to(device, non_blocking=device.type != "cpu")
         if poison is not None:
             record[3:] = poison
-        answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
+        self._answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
+
+    def end(self) -> Tensor | None:
+        """End the exchange. Return 0 if all gradients are finite, otherwise Inf or NaN, where the records lie.
+
+        None if no exchange is under way.
+        """
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return None
         replies: Any = answer()
         records = torch.cat([reply.bytes for reply in replies]).view(torch.float32)
         if records.is_cuda:
@@ -58,7 +65,7 @@ class Agreement:
 
     def discard(self) -> None:
         """Forget the records that nobody has looked at."""
-        self._found = None
+        self._found = self._answer = None
 
     def _look(self, numbers: Sequence[float]) -> None:
         """Look whether the ranks have sent equal records, but for what they say of their gradients."""

@@ -262,7 +262,8 @@ class StepExchange:
         self._passes += 1
         if self._passes == PASSES_BEFORE_WARNING:
             steps.warn_user(_NO_STEP)
-        return self._agreement.exchange(BACKWARD, 0, step, poison)
+        self._agreement.begin(BACKWARD, 0, step, poison)
+        return self._agreement.end()
 
     def note_backward(self) -> None:
         """Note that a backward pass of this rank's has ended, after which others may step."""
@@ -324,22 +325,25 @@ class StepExchange:
         if self.in_step:
             self._leave_out(buckets)
         assert trained.reducer is not None
-        if self._network.world.size > 1:
-            try:
-                self._agreement.exchange(STEP, trained.number, trained.reducer.steps_done)
-            except BaseException:  # this rank alone has stepped
-                for bucket in buckets:
-                    assert bucket.progress is not None
+        try:
+            if self._network.world.size > 1:
+                self._agreement.begin(STEP, trained.number, trained.reducer.steps_done)
+            skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
+            if isinstance(skipped, Tensor) and not skipped.is_cuda and bool(skipped):
+                self._agreement.end()
+                return
+            self._note_rules(optimizer, trained)
+            for bucket in buckets:
+                assert bucket.progress is not None
+                bucket.progress.skipped = skipped
+            trained.reducer.run(buckets, scale, self._agreement)
+            self._agreement.end()  # where there was no bucket
+        except BaseException:
+            for bucket in buckets:
+                assert bucket.progress is not None
+                if not bucket.has_started:  # this rank alone has stepped
                     bucket.progress.go_back()
-                raise
-        skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
-        if isinstance(skipped, Tensor) and not skipped.is_cuda and bool(skipped):
-            return
-        self._note_rules(optimizer, trained)
-        for bucket in buckets:
-            assert bucket.progress is not None
-            bucket.progress.skipped = skipped
-        trained.reducer.run(buckets, scale)
+            raise
         trained.exchanges += 1
         self._passes = 0
         self._stepped.append(weakref.ref(optimizer))
