@@ -142,8 +142,9 @@ class Membership:
         self.met_in: object = None  # the network's generation in which the ranks met last
         self._ever_met = False
         self.owner = Owner()
-        # Of the present meeting: the generation at its beginning, every rank's facts, and the rank to follow.
+        # Of the present meeting: its generation, every rank's facts, and the rank to follow. grows: a rank joins.
         self._generation: object = None
+        self.grows = False
         self._facts: list[Facts] = []
         self._leader = 0
 
@@ -191,6 +192,7 @@ class Membership:
         records = yield from self._gather(record(terms, own), "agreement")
         facts = check_terms(terms, records, self._network.world.numbers)
         joins = leader is not None and bool(facts[leader].met) and not own.met
+        self.grows = leader is not None and bool(facts[leader].met) and not all(each.met for each in facts)
         if leader is None:
             leader = max(range(len(facts)), key=lambda rank: facts[rank].steps)
         elif facts[leader].met:

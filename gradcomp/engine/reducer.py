@@ -158,6 +158,11 @@ class Reducer:
         return [numbers[part] for part in self._part_of]
 
     @property
+    def part_of_layer(self) -> dict[str, int]:
+        """The part of each layer, as a number."""
+        return {name: part for each, part in zip(self.buckets, self.part_numbers, strict=True) for name in each.layout.names}
+
+    @property
     def exchanges(self) -> str:
         """Describe what the ranks exchange."""
         return "updates" if self.on_updates else "gradients"

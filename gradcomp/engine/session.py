@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -294,6 +295,11 @@ class Session:
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
                 self.install(state.carry(self.reducer, self.make_reducer(compressor)), compressor)
+        if membership.grows and self.reducer.on_updates:  # a rank that joins has not seen the optimizers step
+            parts = json.loads((yield from membership.of_leader(json.dumps(self.reducer.part_of_layer))))
+            if parts != self.reducer.part_of_layer:
+                self.updates.parts = parts
+                self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
 
     def _terms(self) -> dict[str, str]:

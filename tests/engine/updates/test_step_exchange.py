@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from replicas import Replica, Replicas
+from threads import Generation
 from torch import nn, optim
 from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
@@ -190,3 +192,26 @@ def test_ranks_may_call_their_closures_as_often_as_each_likes() -> None:
         mean = {"w": (grads[0]["w"] + grads[1]["w"]) / 2}
         theirs.each(lambda rank: rank.step(closure=lambda: rank.backward(mean)))  # noqa: B023
     ours.ends_as(theirs)
+
+
+def test_a_rank_that_joins_takes_the_others_groups_of_layers() -> None:
+    """It has not seen the optimizers step yet, by which layers share buckets."""
+
+    def two(weights: Iterable[nn.Parameter]) -> list[SGD]:
+        first, *others = weights
+        return [SGD([first], lr=0.1, momentum=0.9), SGD(others, lr=0.1)]
+
+    ours = Replicas("topk:ratio=0.2", two, ranks=2).train(3)
+    joined = Replicas("topk:ratio=0.2", two, ranks=3)
+    ours.ranks.append(joined.ranks[2])
+    ours.count, generation = 3, Generation(3)
+    for number, rank in enumerate(ours.ranks):
+        rank.session.network.move(generation, number)
+        for name, weight in rank.weights.items():
+            weight.data.copy_(ours.weights[name])
+    ours.each(lambda rank: rank.session.resume.sync())
+    assert [[*bucket.layout.names] for bucket in ours.ranks[2].session.reducer.buckets] == [
+        [*bucket.layout.names] for bucket in ours.ranks[0].session.reducer.buckets
+    ]
+    ours.train(4, first=3)
+    assert all(rank.session.reducer.steps_done == 14 for rank in ours.ranks)
