@@ -110,7 +110,8 @@ def test_without_horovod_the_rest_still_works(monkeypatch: pytest.MonkeyPatch) -
 def test_an_older_torch_serves_no_fsdp2_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.8 has fully_shard(), and no set_custom_reduce_scatter()."""
     monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter")
-    monkeypatch.delitem(sys.modules, "gradcomp.fsdp", raising=False)
+    for name in ("gradcomp.fsdp", "gradcomp.networks.sharded"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr(gradcomp, "fsdp", raising=False)
     found = finding("FSDP2")
     assert found.text.startswith("not served: gradcomp.fsdp needs torch 2.9 or newer") and not found.advice

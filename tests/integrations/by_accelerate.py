@@ -63,7 +63,7 @@ def train(
             accelerator.save_state(saves)
     found: dict[str, Any] = {"weights": weights(model), "losses": losses, "residual": residual}
     if handler is not None:
-        knows = handler.handle._scaler is not None
+        knows = handler.handle._session.updates.gradients.scaler is not None
         found |= {"figures": handler.figures(), "exchanges": handler.handle.stats()["exchanges"], "knows scaler": knows}
     return found
 

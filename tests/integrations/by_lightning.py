@@ -56,7 +56,7 @@ def train(name: str, strategy: Any, optim: str = "AdamW", resumes: str | None = 
     if isinstance(strategy, GradcompStrategy):
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         assert strategy.handle is not None
-        knows = strategy.handle._scaler is not None
+        knows = strategy.handle._session.updates.gradients.scaler is not None
         found |= {"logged": logged, "exchanges": strategy.handle.stats()["exchanges"], "knows scaler": knows}
     return found
 

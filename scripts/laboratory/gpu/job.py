@@ -148,7 +148,7 @@ DOORS = {
     "ddp": {"": Kind(["ddp", "dense"], [EXACT], [SPARSE, "sdagc", "orq:route=alltoall", "gtopk", "gs_sgd"], by_ddp)},
     "doors": {
         "FSDP2 over shards": Kind(LIKE, [], ["blocks"], partial(by_fsdp, of_replicas=False)),
-        "FSDP2 over replicas": Kind([*LIKE, EXACT], [], [SPARSE], partial(by_fsdp, of_replicas=True)),
+        "FSDP2 over replicas": Kind(LIKE, [EXACT], [SPARSE], partial(by_fsdp, of_replicas=True)),
         "compiled": Kind(LIKE, [EXACT], [SPARSE], partial(by_ddp, kind="compiled")),
         "scaled": Kind(LIKE, [EXACT], [SPARSE], partial(by_ddp, kind="scaled")),
     },
