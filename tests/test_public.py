@@ -52,7 +52,7 @@ gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int',
 gradcomp.telemetry.JsonLines(folder: 'str | Path')
 gradcomp.telemetry.TensorBoard(folder: 'str | Path')
 gradcomp.telemetry.numbers(record: Record) -> dict[str, float]
-gradcomp.telemetry.watch(exchange: 'Any', *writers: 'Writer', every: 'int' = 50, compare: 'int' = 500, check: 'int' = 1000) -> 'None'
+gradcomp.telemetry.watch(exchange: 'Any', *writers: 'Writer', every: 'int' = 50, check: 'int' = 1000) -> 'None'
 """  # noqa: E501
 
 
