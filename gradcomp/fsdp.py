@@ -96,7 +96,7 @@ def attach(
     mesh = groups_of(modules, group_of(replicas))
     device = modules[0].device
     slots = [ModuleSlot(name, find, of.device) for of in modules for name, find in of.named]
-    frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+    frozen = {name: find for of in modules for name, find in of.frozen}
     shards = None if mesh.shards is None else TorchNetwork(mesh.shards, device)
     replicated = None if mesh.replicas is None else TorchNetwork(mesh.replicas, device)
     network = replicated or shards or TorchNetwork(mesh.any, device)
@@ -107,7 +107,13 @@ def attach(
         ModuleSlots(slots, frozen, shards),
         network,
         Options(seed=seed),
-        ModuleDoor(has_optimizers=True, exchanges_gradients=True, has_replicas=mesh.replicas is not None),
+        ModuleDoor(
+            has_optimizers=True,
+            exchanges_gradients=True,
+            agreed={} if shards is None or mesh.replicas is None else {"shard": str(shards.world.rank)},
+            has_replicas=mesh.replicas is not None,
+            has_shards=shards is not None,
+        ),
     )
     session = handle._session
     if mesh.replicas is not None and shards is not None:
@@ -117,13 +123,28 @@ def attach(
     if mesh.replicas is not None:
         _share_first(model, mesh.replicas)
     _tell(model, modules, handle.modules)
-    model.register_forward_pre_hook(lambda *_: give_up_failed())
+    lacks_memory = mesh.replicas is not None and any(local(each).is_meta for each in model.parameters())
+    model.register_forward_pre_hook(_Beginning(mesh.replicas if lacks_memory else None), prepend=True)
     for module in modules:
         reduction: Any = _Reduction(handle.modules, module, mesh)
         set_reduce_scatter(module.fsdp_module, reduction)
         if mesh.replicas is not None and not mesh.reduces:
             module.fsdp_module.set_all_reduce_hook(reduction.over_hidden_replicas)
     return handle
+
+
+class _Beginning:
+    """What comes before every forward pass. replicas: to be given equal weights, which had no memory yet in attach()."""
+
+    def __init__(self, replicas: dist.ProcessGroup | None):
+        self._replicas = replicas
+
+    def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Undo steps that have failed. Give all replicas the first one's weights, once."""
+        give_up_failed()
+        if self._replicas is not None:
+            _share_first(model, self._replicas)
+            self._replicas = None
 
 
 def _tell(model: torch.nn.Module, modules: Sequence[Module], exchange: Modules) -> None:
@@ -145,9 +166,9 @@ def _share_first(model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
     first = dist.get_global_rank(replicas, 0)
     for _, each in [*model.named_parameters(), *model.named_buffers()]:
         own = local(each.detach())
-        if own.numel() and not own.is_meta:  # which gets its memory, and all replicas equal weights, later
+        if own.numel() and not own.is_meta:
             whole = own.contiguous()
-            dist.broadcast(whole, first, replicas)
+            dist.broadcast(whole.view(-1).view(torch.uint8), first, replicas)  # gloo does not know all types
             if whole.data_ptr() != own.data_ptr():
                 own.copy_(whole)
 
@@ -158,7 +179,8 @@ class _Handle(Handle):
     modules: Modules
 
     def stats(self) -> Stats:
-        return {**super().stats(), "exchanges": self.modules.exchanges}
+        stats: Stats = {**super().stats(), "exchanges": self.modules.exchanges}
+        return stats if self.modules.shards is None else {**stats, "grad_norm": None}  # which is of this rank's shards
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         if not self._session.reducer.on_updates:
@@ -186,6 +208,7 @@ class _Handle(Handle):
             >>> dcp.save({"model": model.state_dict(), "gradcomp": handle.state_dict()}, checkpoint_id=folder)
         """
         session = self._session
+        give_up_failed()
         session.note("state_dict()")
         parameters, state = session.slots.parameters, {"spec": session.spec, "steps": session.reducer.steps_done}
         if not session.reducer.on_updates:
@@ -249,7 +272,7 @@ class _Reduction:
     """The reductions of one module's gradients: torch's interface of a custom reduce-scatter, and the all-reduce after it."""
 
     def __init__(self, modules: Modules, module: Module, mesh: Mesh):
-        self._modules, self._number, self._mesh = modules, module.number, mesh
+        self._modules, self._number, self._mesh, self._group = modules, module.number, mesh, module.group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a tensor. The last one before an all-reduce over replicas is the one that is reduced."""
@@ -275,9 +298,13 @@ class _Reduction:
         modules.run(reduce)
 
     def over_hidden_replicas(self, tensor: Tensor) -> None:
-        """Reduce the module's gradients over replicas that torch does not know, in its hook after the shards' reduction."""
+        """Reduce the module's gradients over replicas that torch does not know, in its hook after the shards' reduction.
+
+        A factor of the user's divides the sum over all ranks, as in a mesh of both dimensions.
+        """
         replicas: Any = self._mesh.replicas
-        self._reduce(tensor, lambda: dist.all_reduce(tensor.div_(replicas.size()), group=replicas), 1.0)
+        scale = 1.0 if self._group.gradient_divide_factor is None else float(replicas.size())
+        self._reduce(tensor, lambda: dist.all_reduce(tensor.mul_(scale / replicas.size()), group=replicas), scale)
 
     def _over_replicas(self, tensor: Tensor, opts: Any) -> None:
         """Reduce the module's gradients over replicas, in torch's own all-reduce."""

@@ -153,8 +153,8 @@ class Handle:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec, or auto, and the same model. All ranks call it, between two steps.
 
-        A list of all ranks' states serves any number of ranks: the sum of the residuals stays the same. New ranks begin with an
-        empty residual.
+        A list of all ranks' states serves any number of ranks: the mean of the residuals stays. New ranks begin with an empty
+        residual.
 
         Args:
             state: The result of state_dict() on this rank, or the list of the results of all ranks.

@@ -142,7 +142,7 @@ class Simulation:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec and shapes.
 
-        With another number of ranks the sum of the residuals stays the same. New ranks begin with an empty residual.
+        With another number of ranks the mean of the residuals stays the same. New ranks begin with an empty residual.
 
         Args:
             state: The result of state_dict(), or the list of the results of all ranks of a training.

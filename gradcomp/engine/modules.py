@@ -6,20 +6,21 @@ residual acts on updates, after the optimizer's step, between replicas with equa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Acc, Compressor, Layout
 from gradcomp.core.requests import Reply, Request, Requests, World, bytes_of
 from gradcomp.engine.bucket import check_type
 from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.phases import Door
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import NamedParameters, Slot, Slots, local
+from gradcomp.engine.slots import Slot, Slots, local
 from gradcomp.exchanges.rounded import Rounded
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
@@ -30,8 +31,16 @@ _NOT_OVER_SHARDS = (
     "{spec} cannot act over shards, and the mesh has no replicas: it keeps entries from step to step, which takes the memory "
     "of the whole model on each rank, or it has rules for layers. Take {others}"
 )
+_CLIP = (
+    "{spec} clips, and a rank under FSDP2 has the norm of its own shards alone: call torch.nn.utils.clip_grad_norm_() before "
+    "step(), which knows them all, and leave clip= out"
+)
 # Specs that act over every axis.
 SUITED = "blocks or half"
+
+
+# Returns the parameter that a module has now.
+Find = Callable[[], torch.nn.Parameter]
 
 
 class ModuleSlot(Slot):
@@ -39,8 +48,8 @@ class ModuleSlot(Slot):
 
     parameter: torch.nn.Parameter
 
-    def __init__(self, name: str, find: Callable[[], torch.nn.Parameter], device: torch.device):
-        """find: returns the parameter that the module has now. device: of a parameter that has no memory yet."""
+    def __init__(self, name: str, find: Find, device: torch.device):
+        """device: of a parameter that has no memory yet."""
         self._find, parameter = find, find()
         shard = local(parameter)
         super().__init__(name, shard.shape, device if shard.is_meta else shard.device, parameter)
@@ -64,14 +73,18 @@ class ModuleSlots(Slots):
 
     slots: Sequence[ModuleSlot]
 
-    def __init__(self, slots: Sequence[ModuleSlot], frozen: NamedParameters, shards: Connection | None):
-        super().__init__(slots, [*frozen])
+    def __init__(self, slots: Sequence[ModuleSlot], frozen: Mapping[str, Find], shards: Connection | None):
+        """frozen: returns a parameter that needs no gradient at set-up, by its name."""
+        super().__init__(slots, [(name, find()) for name, find in frozen.items()])
+        self._frozen = frozen
         self.are_first = shards is None or shards.world.rank == 0
         self.entries = sum(slot.whole for slot in slots)
 
     def renew(self) -> bool:
         """Take other parameters that the modules have got. Return whether there are any."""
-        if True not in {slot.renew() for slot in self.slots}:
+        before, self.without_gradient = self.without_gradient, [(name, find()) for name, find in self._frozen.items()]
+        are_new = {one is not other for (_, one), (_, other) in zip(before, self.without_gradient, strict=True)}
+        if True not in {slot.renew() for slot in self.slots} | are_new:
             return False
         self.parameters = {slot.name: slot.parameter for slot in self.slots}
         self.by_id = {id(slot.parameter): slot for slot in self.slots}
@@ -94,17 +107,27 @@ def is_native(compressor: Compressor) -> bool:
     return compressor.traits.stock and not isinstance(compressor, Feedback)
 
 
+def _clips(compressor: Compressor) -> bool:
+    """Say whether a compressor, or that of some layers, clips gradients."""
+    of_layers = [*(each for _, each in compressor.rules), compressor.default] if isinstance(compressor, ByLayer) else []
+    return any(isinstance(each, Feedback) and each.clip > 0 for each in (compressor, *of_layers))
+
+
 @dataclass
 class ModuleDoor(Door):
-    """The door of modules that reduce their gradients one by one. has_replicas: several ranks have equal shards."""
+    """The door of modules that reduce their gradients one by one. has_replicas: several ranks have equal shards. has_shards:
+    several have others."""
 
     has_replicas: bool = False
+    has_shards: bool = False
 
     def acts_on_updates(self, compressor: Compressor) -> bool:
         """Decide whether the replicas exchange updates. Refuse what neither they nor the shards can exchange."""
         finely = is_native(compressor) or (rounded_of(compressor) is not None and not compressor.traits.acts_on_updates)
         if compressor.traits.rates == "needed":
             raise ValueError(_RATES.format(spec=compressor, others=SUITED))
+        if self.has_shards and _clips(compressor):
+            raise ValueError(_CLIP.format(spec=compressor))
         if not (self.has_replicas or is_native(compressor) or rounded_of(compressor)):
             raise ValueError(_NOT_OVER_SHARDS.format(spec=compressor, others=SUITED))
         return self.has_replicas and not finely

@@ -42,6 +42,9 @@ class Resume:
     def changing(self, compressor: Compressor) -> Flow[None]:
         """Change the compressor in lock-step with other ranks. See change()."""
         session = self._session
+        give_up_failed()
+        if session.slots.renew():
+            session.updates.name_parameters()
         old, before = session.reducer, session.compressor
         compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
         new = session.make_reducer(compressor)
@@ -91,6 +94,7 @@ class Resume:
     def loading(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> Flow[None]:
         """Load a state in lock-step with other ranks. See load_state_dict()."""
         session = self._session
+        give_up_failed()
         spec = session.spec if make is None else state.spec_of(saved) or session.spec
         loaded = state.States(saved, spec)
         taken = loaded.take(session.membership.place)
@@ -117,6 +121,7 @@ class Resume:
     def load_residuals(self, residuals: Mapping[str, Tensor], steps: int) -> None:
         """Continue with these residuals, by name and in the parameters' shapes. A compressor's own state begins anew."""
         session = self._session
+        give_up_failed()
         reducer = session.make_reducer(session.compressor)
         for name, view in state.residual_views(reducer).items():
             slot = reducer.slots[name]
@@ -131,6 +136,7 @@ class Resume:
     def commit(self) -> None:
         """Keep a copy of the state, beside the last one."""
         session = self._session
+        give_up_failed()
         session.note("commit()")
         share = state.in_main_memory(self.share(lambda view: view))
         self._commits.append(Snapshot(session.compressor, share, session.membership.owner))

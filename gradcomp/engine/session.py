@@ -274,7 +274,8 @@ class Session:
         for axis in self.axes:
             differ_in = str(error or "agree").rpartition("equal on all ranks: ")[2]  # as much as a record has room for
             try:
-                yield from axis.compare(self._terms() | {"replicas": differ_in}, 0, None)
+                terms = {name: text for name, text in self._terms().items() if name not in self.door.agreed}
+                yield from axis.compare(terms | {"replicas": differ_in}, 0, None)
                 yield from axis.learn_hosts()
             except ValueError as differ:
                 error = error or differ

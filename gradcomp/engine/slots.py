@@ -135,6 +135,10 @@ class Slots:
     def close(self) -> None:
         """Give the parameters the copies of their gradients that were read."""
 
+    def renew(self) -> bool:
+        """Take other parameters that the model has got. Return whether there are any."""
+        return False
+
     @property
     def types(self) -> set[torch.dtype]:
         """Return the types of the parameters."""

@@ -45,6 +45,11 @@ _BACKEND = (
 )
 _TWO_REPLICAS = "the mesh of the modules has replicas already; leave out replicas=, or shard over the other dimension alone"
 _NO_GROUP = 'replicas= is a {name}; pass a process group, or a mesh of one dimension, such as mesh["replicate"]'
+_NO_REPLICAS = (
+    'replicas= has ranks with other shards than this one\'s: pass those that have the same, such as mesh["replicate"] where '
+    'fully_shard() got mesh["shard"]'
+)
+_HOOK = "the module {name!r} has an all-reduce hook of its own: with replicas= leave out set_all_reduce_hook()"
 _NO_PARAMETER = "attach() got a model without trained parameters; set requires_grad before attach()"
 _TWICE = "the model has been given to attach() already; keep the first handle, and call its change(spec)"
 _CUSTOM = (
@@ -77,16 +82,17 @@ class Mesh(NamedTuple):
 class Module:
     """A module that reduces its gradients by itself.
 
-    number: its place in the model. device: of its gradients, also where its parameters are offloaded. named: of its trained
-    parameters the names, and functions that return those of now.
+    number: its place in the model. group: torch's, of its parameters. device: of its gradients, also where its parameters are
+    offloaded. named: of its trained parameters the names, and functions that return those of now; frozen: of the others.
     """
 
     number: int
     name: str
     fsdp_module: FSDPModule
-    mesh_info: Any
+    group: Any
     device: torch.device
     named: list[tuple[str, Callable[[], Any]]]
+    frozen: list[tuple[str, Callable[[], Any]]]
 
 
 def modules_of(model: torch.nn.Module, ours: type) -> list[Module]:
@@ -114,8 +120,9 @@ def modules_of(model: torch.nn.Module, ours: type) -> list[Module]:
             seen.add(id(group))
             _check_reduce_scatter(name or "the model", group._reduce_scatter_comm, ours)
             finds = [functools.partial(_parameter_of, each) for each in group.fsdp_params]
-            named: list[tuple[str, Callable[[], Any]]] = [(names[id(find())], find) for find in finds if find().requires_grad]
-            modules.append(Module(len(modules), name or "the model", each, group.mesh_info, group.device, named))
+            every_named: list[tuple[str, Callable[[], Any]]] = [(names[id(find())], find) for find in finds]
+            named, frozen = ([one for one in every_named if one[1]().requires_grad is trains] for trains in (True, False))
+            modules.append(Module(len(modules), name or "the model", each, group, group.device, named, frozen))
     if not any(module.named for module in modules):
         raise ValueError(_NO_PARAMETER)
     return modules
@@ -150,11 +157,17 @@ def groups_of(modules: Sequence[Module], replicas: dist.ProcessGroup | None) -> 
         return meshes[0]
     if meshes[0].replicas is not None:
         raise ValueError(_TWO_REPLICAS)
+    own = meshes[0].shards
+    if own is not None and len({*dist.get_process_group_ranks(own)} & {*dist.get_process_group_ranks(replicas)}) > 1:
+        raise ValueError(_NO_REPLICAS)
+    for module in modules:
+        if getattr(module.group, "_all_reduce_hook", None) is not None:
+            raise ValueError(_HOOK.format(name=module.name))
     return meshes[0]._replace(replicas=replicas)
 
 
 def _groups_of_module(module: Module) -> Mesh:
-    info = module.mesh_info
+    info = module.group.mesh_info
     groups: tuple[Any, Any] = (getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None))
     shards, replicated = groups
     several = replicated is not None and replicated.size() > 1

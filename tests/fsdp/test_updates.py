@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ import gradcomp.fsdp
 # Besides the meshes whose replicas torch reduces: those whose modules know the shards alone, of which there are two, or one.
 HIDDEN, ALL_HIDDEN = "replicas hidden", "replicas of one shard hidden"
 KINDS = [*MESHES[1:], HIDDEN, ALL_HIDDEN]
-SPECS = ["topk:ratio=0.1", "gs_sgd:ratio=0.05", "orq", "sign", "sdagc:small=dense", "topk:ratio=0.1,clip=0.05,warmup=4"]
+SPECS = ["topk:ratio=0.1", "gs_sgd:ratio=0.05", "orq", "sign", "sdagc:small=dense", "topk:ratio=0.1,warmup=4"]
 BY_LAYER = "topk:ratio=0.1; 2.*=blocks; *.bias=dense"
 
 
@@ -66,7 +66,7 @@ def law(kind: str, spec: str) -> tuple[bool, float, dict[str, Any]]:
     for step in range(3):
         optimizer.zero_grad()
         loss(model, inputs(step)[dist.get_rank()]).backward()
-        if "clip" in spec:
+        if "warmup" in spec:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         start, before = shards_of(model), mean(handle.residual(), mesh)
         own = {n: 0.1 * each.grad.to_local() for n, each in model.named_parameters()}
@@ -255,7 +255,97 @@ def not_finite_on_one_rank(kind: str) -> Any:
     return model, mesh
 
 
+def a_failed_step_and_a_change(kind: str) -> Any:
+    """The step has moved some weights, on each replica in its own way."""
+    model, handle, mesh = attached(kind, "topk:ratio=0.1")
+    optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, inputs(step)[dist.get_rank()]).backward()
+        if step == 1:
+            before, optimizer.param_groups[2]["lr"] = shards_of(model), None
+            with pytest.raises(TypeError):
+                optimizer.step()
+            optimizer.param_groups[2]["lr"] = 0.1
+            handle.change("topk:ratio=0.2")
+            assert all(torch.equal(each, before[name]) for name, each in shards_of(model).items())
+        else:
+            optimizer.step()
+    return model, mesh
+
+
+def assigned(model: Any, names: Sequence[str], value: float = 0.0) -> None:
+    """Give a model other parameters in place of these."""
+    state = {n: each.detach().clone() + value for n, each in model.named_parameters() if n in names}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+def replaced_in_part(kind: str) -> Any:
+    """One part gets other parameters, and an optimizer. That of the other part goes on, and its moment is not taken for new."""
+    model, _, mesh = attached(kind, "topk:ratio=1,wire=exact")
+    first, second = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model[0], model[2]))
+    far = []
+    for step in range(6):
+        if step == 3:
+            assigned(model, ["2.weight", "2.bias"])
+            second = torch.optim.Adam(model[2].parameters(), lr=1e-3)
+        model.zero_grad()
+        loss(model, inputs(step)[dist.get_rank()]).backward()
+        before = shards_of(model)["0.weight"]
+        first.step()
+        second.step()
+        far.append(float((shards_of(model)["0.weight"] - before).abs().max()) if before.numel() else 0.0)
+    assert max(far[3:]) <= 2 * max(far[:3]), far
+    return model, mesh
+
+
+def replaced_before_a_change(kind: str) -> Any:
+    """What waits is delivered into the parameters that the model has now."""
+    model, handle, mesh = attached(kind, "topk:ratio=0.01")
+    train(model, 3)
+    assigned(model, ["0.weight", "2.weight"])
+    before = shards_of(model)
+    waits = mean(handle.residual(), mesh)
+    handle.change("blocks")
+    for name, each in shards_of(model).items():
+        torch.testing.assert_close(before[name] - each, waits[name], rtol=1e-4, atol=1e-6)
+    return model, mesh
+
+
+def memory_after(kind: str) -> Any:
+    """Weights get their memory after attach(), unlike on the replicas, and the first pass makes them equal."""
+    with torch.device("meta"):
+        model: Any = net()
+    mesh = mesh_of("two by two", None if kind != HIDDEN else {})
+    for layer in (*(each for each in model if isinstance(each, nn.Linear)), model):
+        fully_shard(layer, mesh=mesh if kind != HIDDEN else mesh["shard"])
+    gradcomp.fsdp.attach(model, "topk:ratio=0.1", replicas=mesh["replicate"] if kind == HIDDEN else None)
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for each in model.parameters():
+            each.to_local().normal_(std=0.1)
+    train(model)
+    return model, mesh
+
+
+def with_odd_buffers(kind: str) -> Any:
+    model = net(dist.get_rank() // 2)
+    for form in (torch.int16, torch.bool, torch.complex64, torch.float64, torch.float8_e4m3fn):
+        model.register_buffer(str(form).partition(".")[2], torch.full((3,), dist.get_rank() // 2).to(form))
+    model.register_buffer("scalar", torch.tensor(float(dist.get_rank() // 2)))
+    model, _, mesh = attached(kind, "topk:ratio=0.1", model)
+    assert all(not each.to(torch.complex64).any() for each in model.buffers())
+    train(model)
+    return model, mesh
+
+
 PROGRAMS = [
+    a_failed_step_and_a_change,
+    replaced_in_part,
+    replaced_before_a_change,
+    memory_after,
+    with_odd_buffers,
     momentum_clip_and_foreach,
     accumulated,
     two_passes_and_kept_gradients,
@@ -323,22 +413,62 @@ def refused() -> dict[str, str]:
         ("both", mesh, plain["replicate"]),
         ("no group", plain["shard"], plain),
         ("no mesh", plain["shard"], "replicate"),
+        ("shards", plain["shard"], plain["shard"]),
+        ("everyone", plain["shard"], dist.group.WORLD),
     ]:
-        with pytest.raises((TypeError, ValueError)) as error:
+        with pytest.raises((TypeError, ValueError)) as refusal:
             gradcomp.fsdp.attach(wrapped("two by two", net(), on), "topk", replicas=replicas)
-        found[name] = str(error.value)
-    frozen = net()
-    frozen[0].requires_grad_(False)
-    model = wrapped("two by two", frozen, mesh)
-    gradcomp.fsdp.attach(model, "topk")
-    model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError) as unfrozen:
-        train(model, 1)
-    return found | {"unfrozen": str(unfrozen.value)}
+        found[name] = str(refusal.value)
+    with pytest.raises(ValueError) as refusal:
+        attached(HIDDEN, "topk:clip=1; *.bias=dense")
+    found["clip"] = str(refusal.value)
+    hooked = wrapped("two by two", net(), plain["shard"])
+    hooked[2].set_all_reduce_hook(lambda tensor: None)
+    with pytest.raises(ValueError) as refusal:
+        gradcomp.fsdp.attach(hooked, "topk", replicas=plain["replicate"])
+    found["hook"] = str(refusal.value)
+    for name in ("unfrozen", "unfrozen, new"):
+        frozen = net()
+        frozen[0].requires_grad_(False)
+        model = wrapped("two by two", frozen, mesh)
+        gradcomp.fsdp.attach(model, "topk")
+        if name == "unfrozen, new":
+            assigned(model, ["0.weight", "0.bias"])
+        model[0].requires_grad_(True)
+        with pytest.raises(RuntimeError) as unfrozen:
+            train(model, 1)
+        found[name] = str(unfrozen.value)
+    return found
 
 
 def test_what_is_refused() -> None:
     for rank in launch(refused, RANKS):
         assert "the mesh of the modules has replicas already" in rank["both"]
         assert "replicas= is a DeviceMesh" in rank["no group"] and "replicas= is a str" in rank["no mesh"]
-        assert "'0.weight' of shape (70, 50) was frozen when gradcomp was set up" in rank["unfrozen"]
+        assert all("replicas= has ranks with other shards" in rank[name] for name in ("shards", "everyone"))
+        assert "clips, and a rank under FSDP2 has the norm of its own shards alone" in rank["clip"]
+        assert "the module '2' has an all-reduce hook of its own" in rank["hook"]
+        for name in ("unfrozen", "unfrozen, new"):
+            assert "'0.weight' of shape (70, 50) was frozen when gradcomp was set up" in rank[name]
+
+
+def divided(kind: str) -> dict[str, float]:
+    """Exchange gradients with a factor of the user's, of which torch's own mesh of both dimensions makes a sum over 5."""
+    join()
+    found = {}
+    for spec in ("dense", "blocks:bits=8", "topk:ratio=1,wire=exact"):
+        model, _, _ = attached(kind, spec, net())
+        for layer in (0, 2, 4):
+            model[layer].set_gradient_divide_factor(5.0)
+        model.set_gradient_divide_factor(5.0)
+        start = {name: each.full_tensor().detach().clone() for name, each in model.named_parameters()}
+        loss(model, inputs(0)[dist.get_rank()]).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        moved = {name: start[name] - each.full_tensor().detach() for name, each in model.named_parameters()}
+        found[spec] = error(moved, {name: each * RANKS / 5 for name, each in by_hand(0).items()})
+    return found
+
+
+def test_a_factor_of_the_users_divides_the_sum_over_all_ranks() -> None:
+    for rank in launch(divided, RANKS, ALL_HIDDEN):
+        assert rank["dense"] < 1e-8 and rank["blocks:bits=8"] < 3e-4 and rank["topk:ratio=1,wire=exact"] < 1e-8

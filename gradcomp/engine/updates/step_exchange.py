@@ -131,9 +131,9 @@ class StepExchange:
     # The optimizers.
 
     def name_parameters(self) -> None:
-        """Note the parameters, which may be new, and forget what trained the old ones."""
+        """Note the parameters, which may be new, and look at all optimizers anew."""
         self._names = {id(slot.parameter): slot.name for slot in self._slots.slots}
-        self._known.clear()
+        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
 
     def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
         """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
