@@ -18,7 +18,7 @@ from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, check_optimizer
 from gradcomp.engine.updates.steps import give_up_failed, warn_user
 from gradcomp.handle import Handle, by_name
-from gradcomp.networks.torch import TorchNetwork
+from gradcomp.networks.torch import TorchNetwork, share_first
 
 __all__ = ["attach"]
 
@@ -109,22 +109,10 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
-    _share_first(model)
+    own = [*model.module.named_parameters(), *model.module.named_buffers()]
+    share_first((each.detach() for name, each in own if name not in ignored), model.process_group)
     model.register_forward_pre_hook(backward.look)
     return handle
-
-
-@torch.no_grad()
-def _share_first(model: DistributedDataParallel) -> None:
-    """Give all ranks the first one's parameters and buffers."""
-    ignored = model.parameters_to_ignore
-    named = [*model.module.named_parameters(), *model.module.named_buffers()]
-    first, group = dist.get_global_rank(model.process_group, 0), model.process_group
-    for _, each in [(name, each) for name, each in named if name not in ignored and each.numel()]:
-        whole = each.detach().contiguous()
-        dist.broadcast(whole, first, group)
-        if whole.data_ptr() != each.data_ptr():
-            each.detach().copy_(whole)
 
 
 class _Contents(NamedTuple):

@@ -26,7 +26,7 @@ from gradcomp.engine.updates.steps import give_up_failed, inform, warn_user
 from gradcomp.handle import Handle
 from gradcomp.networks import replicas
 from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_reduce_scatter
-from gradcomp.networks.torch import TorchNetwork, reduce_scatter
+from gradcomp.networks.torch import TorchNetwork, reduce_scatter, share_first
 from gradcomp.saved import read_int
 from gradcomp.saved import table as read_table
 from gradcomp.spec import Auto
@@ -95,8 +95,8 @@ def attach(
     modules = modules_of(model, _Reduction)
     mesh = groups_of(modules, group_of(replicas))
     device = modules[0].device
-    slots = [ModuleSlot(name, find, of.device) for of in modules for name, find in of.named]
-    frozen = {name: find for of in modules for name, find in of.frozen}
+    slots = [ModuleSlot(name, find, of.device) for of in modules for name, find in of.that_train()]
+    frozen = {name: find for of in modules for name, find in of.that_train(False)}
     shards = None if mesh.shards is None else TorchNetwork(mesh.shards, device)
     replicated = None if mesh.replicas is None else TorchNetwork(mesh.replicas, device)
     network = replicated or shards or TorchNetwork(mesh.any, device)
@@ -160,17 +160,9 @@ def _tell(model: torch.nn.Module, modules: Sequence[Module], exchange: Modules) 
         warn_user(_LATE.format(spec=session.spec))
 
 
-@torch.no_grad()
 def _share_first(model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
     """Give all replicas the first one's parameters and buffers."""
-    first = dist.get_global_rank(replicas, 0)
-    for _, each in [*model.named_parameters(), *model.named_buffers()]:
-        own = local(each.detach())
-        if own.numel() and not own.is_meta:
-            whole = own.contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), first, replicas)  # gloo does not know all types
-            if whole.data_ptr() != own.data_ptr():
-                own.copy_(whole)
+    share_first((local(each.detach()) for each in (*model.parameters(), *model.buffers())), replicas)
 
 
 class _Handle(Handle):

@@ -83,7 +83,7 @@ class Module:
     """A module that reduces its gradients by itself.
 
     number: its place in the model. group: torch's, of its parameters. device: of its gradients, also where its parameters are
-    offloaded. named: of its trained parameters the names, and functions that return those of now; frozen: of the others.
+    offloaded. named: of its parameters the names, and functions that return those of now.
     """
 
     number: int
@@ -92,7 +92,10 @@ class Module:
     group: Any
     device: torch.device
     named: list[tuple[str, Callable[[], Any]]]
-    frozen: list[tuple[str, Callable[[], Any]]]
+
+    def that_train(self, trains: bool = True) -> list[tuple[str, Callable[[], Any]]]:
+        """Return the parameters that are trained now; or the others."""
+        return [(name, find) for name, find in self.named if find().requires_grad is trains]
 
 
 def modules_of(model: torch.nn.Module, ours: type) -> list[Module]:
@@ -120,10 +123,9 @@ def modules_of(model: torch.nn.Module, ours: type) -> list[Module]:
             seen.add(id(group))
             _check_reduce_scatter(name or "the model", group._reduce_scatter_comm, ours)
             finds = [functools.partial(_parameter_of, each) for each in group.fsdp_params]
-            every_named: list[tuple[str, Callable[[], Any]]] = [(names[id(find())], find) for find in finds]
-            named, frozen = ([one for one in every_named if one[1]().requires_grad is trains] for trains in (True, False))
-            modules.append(Module(len(modules), name or "the model", each, group, group.device, named, frozen))
-    if not any(module.named for module in modules):
+            named: list[tuple[str, Callable[[], Any]]] = [(names[id(find())], find) for find in finds]
+            modules.append(Module(len(modules), name or "the model", each, group, group.device, named))
+    if not any(module.that_train() for module in modules):
         raise ValueError(_NO_PARAMETER)
     return modules
 

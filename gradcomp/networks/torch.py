@@ -8,13 +8,14 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp.core.requests import Gather, Purpose, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
@@ -214,3 +215,15 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def _next_number(group: dist.ProcessGroup) -> int:
     _numbers[group] = _numbers.get(group, 0) + 1
     return _numbers[group]
+
+
+@torch.no_grad()
+def share_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the first one's tensors, in any type. Those without memory are left out."""
+    first = dist.get_global_rank(group, 0)
+    for each in tensors:
+        if each.numel() and not each.is_meta:
+            whole = each.contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), first, group)  # gloo does not know all types
+            if whole.data_ptr() != each.data_ptr():
+                each.copy_(whole)

@@ -6,14 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import gradcomp.fsdp
 
 RANKS = 4
 MESHES = ["shards", "two by two", "one shard", "replicate"]
 REPLICATED = MESHES[1:]
 BACKEND = {"replicate": "gradcomp"}
+# Besides the meshes whose replicas torch reduces: those whose modules know the shards alone, of which there are two, or one.
+HIDDEN, ALL_HIDDEN = "replicas hidden", "replicas of one shard hidden"
+KINDS = [*REPLICATED, HIDDEN, ALL_HIDDEN]
 
 
 def mesh_of(kind: str, backend: dict[str, str] | None = None) -> DeviceMesh:
@@ -90,3 +96,52 @@ def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
     squares = sum(float(each.double().square().sum()) for each in wanted.values())
     return sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted) / squares
+
+
+def attached(kind: str, spec: str, model: nn.Sequential | None = None, **options: Any) -> tuple[Any, Any, DeviceMesh]:
+    """Return a model on a mesh, its handle, and the mesh. Replicas begin unlike."""
+    model = net(dist.get_rank() // 2) if model is None else model
+    if kind not in (HIDDEN, ALL_HIDDEN):
+        mesh = mesh_of(kind)
+        model = wrapped(kind, model, mesh, **options)
+        return model, gradcomp.fsdp.attach(model, spec), mesh
+    mesh = mesh_of("two by two" if kind == HIDDEN else "one shard", {})
+    model = wrapped("two by two", model, mesh["shard"], **options)
+    return model, gradcomp.fsdp.attach(model, spec, replicas=mesh["replicate"]), mesh
+
+
+def shards_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.to_local().detach().clone() for name, each in model.named_parameters()}
+
+
+def are_equal(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Decide whether all replicas have the same shards, to the bit."""
+    equal = True
+    for each in shards_of(model).values():
+        first = each.clone()
+        dist.broadcast(first, dist.get_global_rank(mesh.get_group("replicate"), 0), mesh.get_group("replicate"))
+        equal &= torch.equal(each, first)
+    return equal
+
+
+def mean(arrays: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    for each in arrays.values():
+        dist.all_reduce(each, group=mesh.get_group("replicate"))
+    return {name: each / mesh["replicate"].size() for name, each in arrays.items()}
+
+
+def train(model: Any, steps: int = 3, act: Callable[[int, Any], Any] | None = None, **options: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        if act is None:
+            loss(model, inputs(step)[dist.get_rank()]).backward()
+        else:
+            act(step, optimizer)
+        optimizer.step()
+
+
+def assigned(model: Any, names: Sequence[str], value: float = 0.0) -> None:
+    """Give a model other parameters in place of these."""
+    state = {n: each.detach().clone() + value for n, each in model.named_parameters() if n in names}
+    model.load_state_dict(state, strict=False, assign=True)

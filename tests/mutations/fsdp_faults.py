@@ -10,14 +10,14 @@ FSDP_FAULTS = (
         "gradcomp/engine",
         "if not self._passes and slots.renew():",
         "if False:",
-        ("test_updates.py",),
+        ("test_update_programs.py",),
     ),
     Fault(
         "a whole parameter, between two passes, is taken for the shard",
         "gradcomp",
         'if fsdp_param.sharded_state.name != "SHARDED":',
         "if False:",
-        ("test_updates.py",),
+        ("test_update_programs.py",),
     ),
     Fault(
         "an all-reduce of the user's is exchanged, since one was announced before",
