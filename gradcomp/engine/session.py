@@ -32,8 +32,8 @@ class Session:
     """One model's exchanges on one rank. reducer: of the present compressor. turns: auto's Chooser, or None.
 
     updates: what is known of the user's optimizers, where the door has any. steps: the acts around their steps. sums: updates
-    are sums over the ranks, not means. axes: of the mesh beside the network; their ranks meet, too. resume: the ways to another
-    spec, state or commit.
+    are sums over the ranks, not means. last_phase: the stored one; see phase. axes: of the mesh beside the network; their ranks
+    meet, too. resume: the ways to another spec, state or commit.
     """
 
     def __init__(self, compressor: Compressor, slots: Slots, network: Connection, options: Options, door: Door):
@@ -41,7 +41,7 @@ class Session:
         self.turns, self._observer = None, None  # type: Any, Any  # the second is telemetry's
         self._by_name = {slot.name: slot for slot in slots.slots}
         self.membership = Membership(network)
-        self._phase, self._since, self._reason = Phase.IDLE, None, ""  # type: Phase, object, str  # the last: of a failure
+        self.last_phase, self._since, self._reason = Phase.IDLE, None, ""  # type: Phase, object, str  # the last: of a failure
         self._held, self._stock = dict[str, Slot](), None  # type: Any, torch.dtype | None
         self.sums = False
         self.axes: list[Membership] = []
@@ -80,18 +80,18 @@ class Session:
     def phase(self) -> Phase:
         """The present phase. One that is stored counts in the network's generation in which it began."""
         if self._since is self.network.generation:
-            return self._phase
+            return self.last_phase
         return Phase.IDLE if self.has_met else Phase.UNMET
 
     def note(self, event: str, here: object = None) -> None:
         """Go on to the phase after an event. Raise an error if the present phase refuses it. here: the network's generation."""
         here, membership = here or self.network.generation, self.membership  # without calls: two events come in every step
-        phase = self._phase if self._since is here else Phase.IDLE if membership.met_in is here else Phase.UNMET
+        phase = self.last_phase if self._since is here else Phase.IDLE if membership.met_in is here else Phase.UNMET
         found = TRANSITIONS[event].get(phase, phase)
         if isinstance(found, str):
             remedy = self.door.after_failure if phase is Phase.FAILED else ""
             raise RuntimeError(found.format(event=event, reason=self._reason) + remedy)
-        self._phase, self._since = found, here if found is Phase.EXCHANGING or found is Phase.FAILED else None
+        self.last_phase, self._since = found, here if found is Phase.EXCHANGING or found is Phase.FAILED else None
 
     @property
     def has_met(self) -> bool:
@@ -140,7 +140,7 @@ class Session:
     def begin(self) -> None:
         """Begin a step, or go on with it."""
         if self._since is (here := self.network.generation):
-            if self._phase is Phase.EXCHANGING:
+            if self.last_phase is Phase.EXCHANGING:
                 return
             self.note("a gradient", here)  # refuses it after a failure
         elif self._since is not None:  # the network was initialised anew in a step, or after one that failed
@@ -157,7 +157,7 @@ class Session:
     def ready(self, slot: Slot) -> None:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange."""
         here = self.network.generation
-        if self._since is not here or self._phase is not Phase.EXCHANGING:
+        if self._since is not here or self.last_phase is not Phase.EXCHANGING:
             self.begin()
         has_met = self.membership.met_in is here
         if self.door.holds and (not has_met or (self.turns is not None and self.turns.due)):
@@ -192,7 +192,7 @@ class Session:
         """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
         if self._since is None:
             return
-        if self._phase is Phase.FAILED:
+        if self.last_phase is Phase.FAILED:
             self.note("the end of a step")
         if self._held:
             self._release()

@@ -168,9 +168,10 @@ class Compression(Handle):
         """Begin a backward pass."""
         session = self._session
         session.begin()
-        if not session.has_met:  # here, since Horovod waits for ever for a carrier that another rank lacks
+        here = self._network.generation
+        if session.membership.met_in is not here:  # now, since Horovod waits for ever for a carrier that another rank lacks
             session.meet()
-        self._door.begun_in, self._leaves = self._network.generation, session.stock is not None
+        self._door.begun_in, self._leaves = here, session.stock is not None
         self._carrier = self._network.world.rank + CARRIER
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:

@@ -274,7 +274,6 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
         ("study --specs none", "a study needs ways that exchange gradients and count their bytes"),
         ("study --specs bf16:steps=4 --set steps=3", "a step needs 4 batches, and conv has 3; give more steps"),
         ("study --specs topk --door ddp --set clip=1", "conv clips each rank's gradient, which dense cannot"),
-        ("study --specs topk --rate 1gbit", "--rate is of real ranks; add --door ddp or --door horovod"),
         ("study --specs bf16 --door horovod", "'bf16' is of the door ddp or fsdp or hsdp or replicate, not of horovod"),
         ("study --specs topk --door ddp --ranks 1", "one real rank exchanges nothing"),
         ("study --specs topk --set mlp.lr=1", "--tasks does not contain 'mlp'"),

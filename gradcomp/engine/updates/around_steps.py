@@ -35,7 +35,7 @@ class AroundSteps:
         None where nothing needs to be said: on one rank, or in a closure of a step, whose calls are each rank's own.
         """
         session = self.session
-        if session.phase is Phase.FAILED:
+        if session.last_phase is Phase.FAILED:
             session.note("the end of a step")
         self.has_unchecked_gradients = False
         give_up_failed()
@@ -63,7 +63,7 @@ class AroundSteps:
             return None
         if (trained := self.exchange.find_stepping(optimizer, session.given_momentum)) is None:
             return None
-        if session.phase is Phase.FAILED:
+        if session.last_phase is Phase.FAILED:
             session.note("the optimizer's step")
         session.meet()
         try:

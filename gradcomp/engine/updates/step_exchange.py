@@ -337,7 +337,8 @@ class StepExchange:
                 assert bucket.progress is not None
                 bucket.progress.skipped = skipped
             trained.reducer.run(buckets, scale, self._agreement)
-            self._agreement.end()  # where there was no bucket
+            if not buckets:
+                self._agreement.end()
         except BaseException:
             for bucket in buckets:
                 assert bucket.progress is not None
