@@ -157,21 +157,21 @@ class Axis:
             rows[:, :part].copy_(given.view(world.size, part))
             rows[:, part:].zero_()
         state = self._state(module, flat, step)
-        sums, *sent = self._drive(self.compressor.reduce_scatter(Acc(flat, self._memory), state, world), module)
+        sums, sent, far = self._drive(self.compressor.reduce_scatter(Acc(flat, self._memory), state, world), module)
         torch.mul(sums[:part], scale * world.mean_of_shares, out=result)
-        return sent[0], sent[1]
+        return sent, far
 
     def reduce(self, module: int, tensor: Tensor, scale: float, step: int) -> tuple[int, int]:
         """Make a module's gradients scale times their mean. Return the bytes sent, and those to other hosts. See scatter()."""
         check_type(tensor, "the reduce_dtype")
         flat = tensor.detach().reshape(-1).to(torch.float32, copy=True)
         state = self._state(module, flat, step)
-        update, *sent = self._drive(self.compressor.exchange(Acc(flat, self._memory), state, self._network.world), module)
+        update, sent, far = self._drive(self.compressor.exchange(Acc(flat, self._memory), state, self._network.world), module)
         assert isinstance(update, Update)
         kernels.spread(update.flat, [tensor.view(-1)], scale, update.marks)
         if update.source is not None:
             self._memory.give_back(update)
-        return sent[0], sent[1]
+        return sent, far
 
     def _state(self, module: int, flat: Tensor, step: int) -> Any:
         key = module, flat.numel()
@@ -251,11 +251,8 @@ class Modules:
         self._join_pass()
         self.session.begin()
         self.session.meet()
-        try:
+        with self.session.noting_failure():
             self.session.reducer.note_sent(*act())
-        except BaseException as error:
-            self.session.failed(error)
-            raise
 
     @property
     def step(self) -> int:
@@ -265,9 +262,8 @@ class Modules:
     def _join_pass(self) -> None:
         """Wait for the end of the backward pass under way, and of what torch queues there: modules may exchange in it."""
         if (now := torch._C._current_graph_task_id()) not in self._passes:
-            slots: Any = self.session.slots
-            if not self._passes and slots.renew():
-                self.session.updates.name_parameters()
+            if not self._passes:
+                self.session.updates.renew_parameters()
             self._passes.add(now)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(self._end_pass))

@@ -43,8 +43,7 @@ class Resume:
         """Change the compressor in lock-step with other ranks. See change()."""
         session = self._session
         give_up_failed()
-        if session.slots.renew():
-            session.updates.name_parameters()
+        session.updates.renew_parameters()
         old, before = session.reducer, session.compressor
         compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
         new = session.make_reducer(compressor)
@@ -112,11 +111,8 @@ class Resume:
         session.membership.note_loaded(taken.of, loaded.ranks)
         session.sums = loaded.sums
         if meets_again:
-            try:
+            with session.noting_failure():
                 yield from session.meeting()
-            except BaseException as error:
-                session.failed(error)
-                raise
 
     def load_residuals(self, residuals: Mapping[str, Tensor], steps: int) -> None:
         """Continue with these residuals, by name and in the parameters' shapes. A compressor's own state begins anew."""

@@ -229,11 +229,11 @@ class Session:
         if self.turns is not None and self.turns.due:
             self.meet()
             if self.turns.due:  # the meeting may have restarted them
-                with self._noting_failure():
+                with self.noting_failure():
                     self.turns.take()
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def noting_failure(self) -> Iterator[None]:
         """Note a failure, so that further steps are refused."""
         try:
             yield

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import HIDDEN, RANKS, are_equal, assigned, attached, inputs, loss, mean, mesh_of, net, shards_of, train
+from fsdp_models import HIDDEN, RANKS, are_equal, assigned, attached, inputs, loss, mean, net, shards_of, train
 from ranks import join, launch, once
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
-
-import gradcomp
-import gradcomp.fsdp
 
 # Programs: each takes steps, and returns the model and the mesh.
 
@@ -107,11 +104,8 @@ def scaled_by_a_sum(kind: str) -> Any:
 def loaded_after(kind: str) -> Any:
     """Parameters come after attach(), as new ones."""
     with torch.device("meta"):
-        model: Any = net()
-    mesh = mesh_of("two by two", None if kind != HIDDEN else {})
-    for layer in (*(each for each in model if isinstance(each, nn.Linear)), model):
-        fully_shard(layer, mesh=mesh if kind != HIDDEN else mesh["shard"])
-    gradcomp.fsdp.attach(model, "topk:ratio=0.1", replicas=mesh["replicate"] if kind == HIDDEN else None)
+        empty = net()
+    model, _, mesh = attached(kind, "topk:ratio=0.1", empty)
     state = net().state_dict()
     shards = {n: distribute_tensor(state[n], each.device_mesh, each.placements) for n, each in model.named_parameters()}
     model.load_state_dict(shards, assign=True)
@@ -192,11 +186,8 @@ def replaced_before_a_change(kind: str) -> Any:
 def memory_after(kind: str) -> Any:
     """Weights get their memory after attach(), unlike on the replicas, and the first pass makes them equal."""
     with torch.device("meta"):
-        model: Any = net()
-    mesh = mesh_of("two by two", None if kind != HIDDEN else {})
-    for layer in (*(each for each in model if isinstance(each, nn.Linear)), model):
-        fully_shard(layer, mesh=mesh if kind != HIDDEN else mesh["shard"])
-    gradcomp.fsdp.attach(model, "topk:ratio=0.1", replicas=mesh["replicate"] if kind == HIDDEN else None)
+        empty = net()
+    model, _, mesh = attached(kind, "topk:ratio=0.1", empty)
     model.to_empty(device="cpu")
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():

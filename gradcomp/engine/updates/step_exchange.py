@@ -130,6 +130,11 @@ class StepExchange:
 
     # The optimizers.
 
+    def renew_parameters(self) -> None:
+        """Take other parameters that the model has got in place of its own."""
+        if self._slots.renew():
+            self.name_parameters()
+
     def name_parameters(self) -> None:
         """Note the parameters, which may be new, and look at all optimizers anew."""
         self._names = {id(slot.parameter): slot.name for slot in self._slots.slots}
