@@ -14,7 +14,6 @@ from torch import nn
 
 from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
 from gradcomp.prediction.predict import Shapes, predict, shapes_of
-from gradcomp.prediction.profile import H100
 
 EXAMPLES = """\
 examples:
@@ -25,8 +24,7 @@ examples:
 --specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
 begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
 
-Kernels are timed on this machine, with --threads of torch: run it on a machine like the cluster's. --profile h100 has kernels
-as predicted of an H100."""
+Kernels are timed on this machine, with --threads of torch: run it on a machine like the cluster's."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
-    parser.add_argument("--profile", metavar="NAME", help=f"{H100}, for kernels as predicted of an H100")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
@@ -74,7 +71,6 @@ def run(chosen: argparse.Namespace) -> None:
         specs=chosen.specs and [spec.strip() for spec in chosen.specs],
         bucket_mb=chosen.bucket_mb,
         device=chosen.device,
-        profile=chosen.profile,
         tell=_tell,
     )
     print(found)

@@ -16,7 +16,6 @@ from gradcomp.core.requests import World
 from gradcomp.engine.plan import checked_shapes
 from gradcomp.prediction import measure
 from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of
-from gradcomp.prediction.profile import load
 from gradcomp.prediction.recording_network import Bucket
 from gradcomp.spec import make, names
 
@@ -134,7 +133,6 @@ def predict(
     specs: Sequence[str] | None = None,
     bucket_mb: float = 25,
     device: str | torch.device | None = None,
-    profile: str | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
     """Predict step times: of none, stock DDP, bf16, fp16, accumulation, and every compressor.
@@ -152,7 +150,6 @@ def predict(
             learns (lgc) is left out, and the prediction says so.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
-        profile: "h100", to predict with the kernel times of an H100 in place of this machine's.
         tell: Called with the work under way, and the share that is done.
 
     Returns:
@@ -161,9 +158,6 @@ def predict(
     Raises:
         ValueError: An argument is wrong, or two contradict each other.
     """
-    if profile is not None and device is not None:
-        raise ValueError("device says where kernels are timed here, and a profile has their times; give one of them")
-    machine = None if profile is None else load(profile)
     shapes = shapes_of(model)
     types = {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else None
     link = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
@@ -173,22 +167,16 @@ def predict(
     if other := [spec for spec in asked if not isinstance(spec, str)]:
         raise ValueError(f"specs has {other[0]!r}; write each spec as a text, such as 'topk:ratio=0.01'")
     left_out = {spec: LEARNS for spec in asked if not measure.is_baseline(spec) and make(spec).traits.learns}
-    if machine is not None:
-        only = f"the profile of {machine.machine} has only times of {', '.join(machine.seconds)}"
-        left_out = {spec: only for spec in asked if spec not in left_out and machine.lacks(spec, shapes)} | left_out
-    place = device_for(model, device if machine is None else "cpu")
+    place = device_for(model, device)
     always = (measure.NONE, measure.STOCK, *measure.HALVES)
     wanted = [spec for spec in dict.fromkeys((*always, *asked)) if spec not in left_out]
     lines = []
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {ranks} ranks", done / len(wanted))
-        seconds = measure.SECONDS if machine is None else 0.0
-        buckets = measure.measure(spec, shapes, world, bucket_mb, place, types, seconds)
-        if machine is not None:
-            buckets = machine.priced(spec, buckets, shapes, world)
+        buckets = measure.measure(spec, shapes, world, bucket_mb, place, types, measure.SECONDS)
         lines.append(_line(spec, work, buckets, link, world))
-    where = f"kernels timed on this {_processor(place)}" if machine is None else str(machine)
+    where = f"kernels timed on this {_processor(place)}"
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     return Prediction(f"{ranks} ranks on {hosts} hosts, {link}", where, total, lines, left_out)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,23 +17,12 @@ import torch
 from torch import nn
 
 import gradcomp
-from gradcomp.core.requests import World
-from gradcomp.prediction import command, measure, profile
+from gradcomp.prediction import command, measure, recording_network
 from gradcomp.prediction.predict import device_for, shapes_of
-from gradcomp.prediction.profile import Profile
 
 SHAPES = {"a": (700, 1000), "b": (300, 1000)}
 TIMES: dict[str, Any] = {"forward": 0.01, "backward": 0.02}
-# Kernels' times of an H100: no figure depends on a clock.
-STEADY: dict[str, Any] = {**TIMES, "profile": "h100"}
 CPU = torch.device("cpu")
-FOUR = World(0, 4, (0, 1, 2, 3))
-COSTS = {"fixed": 2e-4, "layer": 1e-5, "entry": 3e-9, "payload": 2e-5, "byte": 1e-8}
-REDUCE = {"start>reduce": COSTS, "start>reduce>end": COSTS}
-MACHINE = Profile(
-    "test machine",
-    {"stock": REDUCE, "bf16": REDUCE, "fp16": REDUCE, "topk": {"start>gather": COSTS, "start>gather>end": COSTS}},
-)
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +30,19 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SECONDS", 0.0)
 
 
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every part of a step take 0.2 ms, so that no figure depends on a clock."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: 2e-4 * next(ticks))
+    monkeypatch.setattr(recording_network, "time", clock)
+
+
+@pytest.mark.usefixtures("steady")
 def test_a_slow_link_wants_compression_and_a_fast_one_none() -> None:
     specs = ["topk", "half"]
-    slow = gradcomp.predict(SHAPES, 4, link="100Mbit/s", specs=specs, **STEADY)
-    fast = gradcomp.predict(SHAPES, 4, link="400Gbit/s", latency="1us", specs=specs, **STEADY)
+    slow = gradcomp.predict(SHAPES, 4, link="100Mbit/s", specs=specs, **TIMES)
+    fast = gradcomp.predict(SHAPES, 4, link="400Gbit/s", latency="1us", specs=specs, **TIMES)
     # A ring of four sends 1.5 times the 4 MB of a gradient, of which backward hides little.
     assert slow["stock"].seconds == pytest.approx(0.03 + 1.5 * 4e6 / 12.5e6, rel=0.1)
     assert slow["topk"].seconds < slow["half"].seconds < slow["stock"].seconds
@@ -51,16 +51,18 @@ def test_a_slow_link_wants_compression_and_a_fast_one_none() -> None:
     assert fast["none"].seconds == slow["none"].seconds == 0.03
 
 
+@pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize("link,said", [("100Mbit/s", ("use bf16: ", "use fp16: ")), ("400Gbit/s", ("stay dense: ",))])
 def test_without_specs_the_advice_speaks_of_none(link: str, said: tuple[str, ...]) -> None:
     """Accumulation trains differently, so it is no candidate. Its figures are those of one batch of four."""
-    found = gradcomp.predict(SHAPES, 4, link=link, latency="1us", specs=["accumulate:steps=4"], **STEADY)
+    found = gradcomp.predict(SHAPES, 4, link=link, latency="1us", specs=["accumulate:steps=4"], **TIMES)
     assert found.advice.startswith(said) and "fastest spec" not in found.advice
     assert found["accumulate:steps=4"].seconds == pytest.approx((found["stock"].seconds + 3 * 0.03) / 4)
 
 
+@pytest.mark.usefixtures("steady")
 def test_one_rank_has_nothing_to_send() -> None:
-    found = gradcomp.predict(SHAPES, 1, link="1Gbit/s", specs="topk", **STEADY)  # one spec needs no list
+    found = gradcomp.predict(SHAPES, 1, link="1Gbit/s", specs="topk", **TIMES)  # one spec needs no list
     assert found["stock"].seconds == pytest.approx(0.03 + found["stock"].encoding) and not found["stock"].waiting
     assert "the fastest spec" in found.advice  # none is worth it
 
@@ -106,9 +108,10 @@ def test_every_figure_is_in_the_json_and_in_the_table() -> None:
         found["lgc"]
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
     model = nn.Linear(1000, 1000, bias=False).bfloat16()
-    found = gradcomp.predict(model, 4, link="100Mbit/s", specs=["half", "topk"], **STEADY)
+    found = gradcomp.predict(model, 4, link="100Mbit/s", specs=["half", "topk"], **TIMES)
     assert found["stock"].bytes == found["bf16"].bytes == 2_000_000
     assert "use bf16" not in found.advice
     compression = {row.split()[0]: row.split()[-2:] for row in str(found).splitlines() if row.endswith(" x")}
@@ -145,8 +148,6 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"specs": [None]}, "specs has None; write each spec as a text"),
         ({"model": {}}, "the model has no parameter to train"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, r"optimizer=SGD (.|\n)* must be a time"),
-        ({"profile": "h200"}, "there is no profile 'h200'; write h100, or leave the profile out"),
-        ({"profile": "h100", "device": "cpu"}, "give one of them"),
     ],
 )
 def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:
@@ -194,7 +195,6 @@ def test_bad_words_of_the_command_get_a_sentence(tmp_path: Path, capsys: pytest.
         (["--bandwidth", "1e999Gbit/s"], "--bandwidth '1e999Gbit/s' is not a rate"),
         (["--model", "torch.nn:ReLU"], "the model has no parameter to train"),
         (["--model", str(tmp_path / "none.json")], "none.json holds no shapes"),
-        (["--profile", "h200"], "there is no profile 'h200'"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*words, *bad])
@@ -203,49 +203,3 @@ def test_bad_words_of_the_command_get_a_sentence(tmp_path: Path, capsys: pytest.
         main(["predict", "--help"])
     out = capsys.readouterr().out
     assert "accumulate:steps=N" in out and "quote a spec" in out
-
-
-# The profile of a machine that is not here
-
-
-def test_sizes_are_those_of_what_arrives() -> None:
-    shapes = {"a": (300, 100), "b": (100,)}
-    (bucket,) = measure.measure("topk", shapes, FOUR, 25, CPU)
-    (first, encoding), (last, decoding) = profile.roles_of(bucket, shapes, FOUR)
-    message = bucket.parts[0].message
-    assert message is not None and (first, last) == ("start>gather", "start>gather>end")
-    assert encoding == {"fixed": 1, "layer": 2, "entry": 30_100, "payload": 0, "byte": 0}
-    assert decoding == {**encoding, "payload": 4, "byte": 4 * message.bytes}
-
-
-def test_a_prediction_has_the_costs_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradcomp.prediction.predict.load", {"machine": MACHINE}.get)
-    specs = ["topk:ratio=0.01", "half", "accumulate:steps=2"]
-    made = gradcomp.predict(SHAPES, 4, specs=specs, profile="machine", **TIMES)
-    assert {line.spec for line in made.lines} == {"none", "stock", "bf16", "fp16", "topk:ratio=0.01", "accumulate:steps=2"}
-    assert made.left_out == {"half": f"the profile of test machine has only times of {', '.join(MACHINE.seconds)}"}
-    assert "kernels of test machine, as its profile says" in str(made).splitlines()[2]
-    (encoding,) = {line.encoding for line in made.lines if line.spec in ("stock", "bf16")}
-    assert encoding == pytest.approx(2 * (2 * 2e-4 + 2 * 1e-5 + 1_000_000 * 3e-9))  # of two buckets
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_the_profile_of_an_h100_comes_with_the_package(ranks: int) -> None:
-    found = gradcomp.predict({f"layer {i}": (256, 512) for i in range(8)}, ranks, profile="h100", **TIMES)
-    assert "kernels of NVIDIA H100 (host work: one thread of an AMD EPYC" in str(found).splitlines()[2]
-    assert {line.spec for line in found.lines} >= {"none", "stock", "bf16", "dense", "half", "topk", "sdagc", "orq", "bingrad"}
-    assert "has only times of stock" in found.left_out["gs_sgd"]
-    # 4 MB are read and written in some microseconds. A bucket costs the host some tenths of a millisecond.
-    assert 1e-5 < found["topk"].encoding < 5e-3 and 5e-5 < found["stock"].encoding < 5e-3
-
-
-def test_rules_for_layers_are_priced_by_layer() -> None:
-    assert not MACHINE.lacks("topk:warmup=100,ratio=0.01; b=topk:ratio=0.01", SHAPES)
-    assert MACHINE.lacks("topk:ratio=0.01; b=dense", SHAPES)
-
-
-def test_a_part_without_times_is_named() -> None:
-    other = MACHINE._replace(seconds={"topk": {"start>gather": COSTS}})
-    buckets = measure.measure("topk:ratio=0.01", SHAPES, FOUR, 25, CPU)
-    with pytest.raises(ValueError, match=r"no times of topk:ratio=0\.01 for start>gather>end, which 4 ranks need; leave topk"):
-        other.priced("topk:ratio=0.01", buckets, SHAPES, FOUR)

@@ -175,35 +175,6 @@ def test_predictions_of_passes_are_near_an_h100s(name: str) -> None:
     assert predicted[name] == pytest.approx(measured, rel=0.15)
 
 
-def test_the_profile_of_an_h100_has_the_predicted_kernels() -> None:
-    k, seconds = kernel_prediction, report.read(ROOT / "gradcomp" / "prediction" / "h100.json")["seconds"]
-
-    def of(*kernels: Kernel) -> float:
-        return Cost(kernels, launches=0).seconds(1, k.H100)
-
-    found = {spec: {role: sizes["entry"] for role, sizes in of_spec.items()} for spec, of_spec in seconds.items()}
-    for spec, find, round_, add in (
-        ("orq", k.FIND_3, k.ROUND_3, k.ADD_3),
-        ("orq:levels=5", k.FIND_5, k.ROUND_5, k.ADD_5),
-        ("orq:levels=9", k.FIND_9, k.ROUND_9, k.ADD_9),
-        ("bingrad", k.FIND_MEANS, k.ROUND_MEANS, k.ADD_2),
-    ):
-        wanted = {
-            "start>gather": of(k.ADD, find, round_),
-            "start>send": of(k.ADD, find, round_),
-            "start>gather>end": of(add, k.SPREAD),
-            "send>gather>end": of(add, add, k.SPREAD),
-            "start>send>gather": of(k.ADD, find, round_, add) / 8,  # of a part
-        }
-        assert found[spec] == pytest.approx(wanted, rel=2e-3), spec
-    for spec, taken, ratio in (
-        ("topk", (k.ADD, *k.TAKE), 0.01),
-        ("topk:ratio=0.001", (k.ADD, *k.TAKE), 0.001),
-        ("sdagc", (k.MEASURE, *k.TAKE_MEASURED), 0.01),
-    ):
-        assert found[spec]["start>gather"] == pytest.approx(of(*taken, Kernel(28 * ratio)), rel=2e-3), spec
-
-
 def test_a_prediction_sums_the_slowest_part_of_each_kernel() -> None:
     gpu = kernel_prediction.Gpu("NVIDIA H100", copy=64, launch=0.5)
     memory, computing = Kernel(8, 1e11), Kernel(8, 0.25e12)
