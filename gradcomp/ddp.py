@@ -189,12 +189,12 @@ class _BackwardPass:
             if buffer.is_cuda:
                 self.firsts += self.contents_of(bucket, buffer).firsts
         if bucket.is_last():
-            poison = session.steps.end_backward()
+            poison = session.updates.end_backward()
             if poison is not None:
                 self._poison(poison)
             self.end()
-            if session.steps.lags:
-                session.steps.step_with_others()
+            if session.updates.lags:
+                session.updates.step_with_others()
             else:
                 session.updates.note_backward()
         return future
@@ -248,7 +248,7 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
     if bucket.index() == 0:
         state.promised.clear()
         state.firsts.clear()
-        session.steps.lags = torch._C._current_graph_task_id() < 0  # in DDP.join()
+        session.updates.lags = torch._C._current_graph_task_id() < 0  # in DDP.join()
         session.begin()
     if session.reducer.on_updates:
         return state.keep_local(bucket, buffer)

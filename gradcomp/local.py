@@ -347,7 +347,7 @@ class LocalSteps:
             warn_user(_FAILED)
             if fragment.was_spoilt_here:
                 self._optimizer.state.clear()  # its moments are not finite either
-        sent = fragment.session.reducer.bytes_sent + self._buffers.end()
+        sent = fragment.session.reducer.traffic.sent + self._buffers.end()
         self._counts["bytes_sent"] = sent
         self._counts["bytes_sent_total"] += sent
 

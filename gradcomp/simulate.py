@@ -127,7 +127,7 @@ class Simulation:
         except BaseException as error:
             self._part(error)
             raise
-        self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
+        self.bytes_sent = [reducer.traffic.sent for reducer in self._reducers]
         return {name: self._updates[name].view(slot.shape) for name, slot in self._slots.items()}
 
     def residual(self, rank: int) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class Simulation:
         if self._optimizer is not None:
             rates = layer_rates(self._layer_of, [self._optimizer])
             for reducer in reducers:
-                reducer.layer_rates = rates
+                reducer.context.layer_rates = rates
         for reducer, of_rank in zip(reducers, grads, strict=True):
             for name, grad in of_rank.items():
                 if grad is not None:
@@ -269,7 +269,6 @@ class _Check(Delivery):
                     f"rank {self._rank} has another update of {name!r} than rank 0: {bucket.compressor} is not deterministic"
                 )
 
-    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
-        """Add updates back after a step that failed, which is the same one on all ranks."""
-        (delivery,) = self._first.reducer.deliveries.values()
-        delivery.add_back(buckets, scale, step)
+    def add_back(self, scale: float, step: int, buckets: Sequence[Bucket] | None = None) -> None:
+        """Add the first rank's updates back after a step that failed, which is the same one on all ranks."""
+        self._first.reducer.deliveries.of(self.keeping[0]).add_back(scale, step, self.keeping)

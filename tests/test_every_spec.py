@@ -210,7 +210,7 @@ def simulated(spec: str, count: int, hosts: int) -> dict[str, Any]:
             parameter.grad = None  # the optimizer has stepped
 
     weights = stepped(optimizer, range(STEPS), updates if made.traits.acts_on_updates else gradients, net)
-    between = [reducer.bytes_between_hosts for reducer in simulation._reducers]
+    between = [reducer.traffic.between_hosts for reducer in simulation._reducers]
     return {"weights": weights, "bytes_sent": simulation.bytes_sent, "bytes_between_hosts": between}
 
 

@@ -124,14 +124,14 @@ def exchange_of(spec: str, shapes: Shapes, ranks: int, bucket_mb: float, device:
         session.begin()
         if session.reducer.on_updates:
             session.updates.note_backward()
-            session.steps.before(optimizer)
+            session.updates.before(optimizer)
             with torch.no_grad():
                 for parameter in named.values():
                     parameter.sub_(0.01)
 
     def step() -> None:
         if session.reducer.on_updates:
-            session.steps.after(optimizer)
+            session.updates.after(optimizer)
         else:
             session.ready_all(session.slots.slots, grads)
             session.finish()
@@ -190,18 +190,18 @@ def test_a_step_of_a_gpt_takes_few_operations_more_than_ddps(
                 session.begin()
                 for buffer in buffers:
                     session.updates.gradients.add((buffer,))
-                if (poison := session.steps.end_backward()) is not None:
+                if (poison := session.updates.end_backward()) is not None:
                     buffers[-1][:1].add_(poison)
                 session.updates.note_backward()
             with counted(emulator) as of_start:
-                momentum = session.steps.before(optimizer)
+                momentum = session.updates.before(optimizer)
                 assert momentum is not None
                 momentum.hide()
             with torch.no_grad():
                 for parameter in named.values():
                     parameter.sub_(0.01)
             with counted(emulator) as of_exchange:
-                session.steps.after(optimizer)
+                session.updates.after(optimizer)
             if step < FIRST_STEPS:
                 continue
             parts = (of_backward, of_start, of_exchange)

@@ -28,6 +28,6 @@ class Announcement:
 
 def of_updates(optimizer: torch.optim.Optimizer, updates: StepExchange) -> str:
     """Say what an exchange after the steps of an optimizer is."""
-    name, trained = class_of(optimizer).__name__, updates.find(optimizer)
+    name, trained = class_of(optimizer).__name__, updates.optimizers.find(optimizer)
     holds = trained is not None and trained.momentum.rule is not None
     return f"exchanges updates after each step of {name}" + (", whose momentum is in the residual" if holds else "")

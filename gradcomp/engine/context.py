@@ -1,9 +1,8 @@
-"""The context of a step: the facts that all buckets of a step share, made once a step."""
+"""The context of a step: the facts that all buckets of a step share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -18,22 +17,25 @@ def layer_rates(names: Mapping[int, str], optimizers: Iterable[torch.optim.Optim
     return {names[id(each)]: float(group["lr"]) for group in groups for each in group["params"] if id(each) in names}
 
 
-@dataclass(eq=False)
 class StepContext:
-    """The facts of a step that do not depend on its gradients.
+    """The facts of a step that do not depend on its gradients. One object serves all steps of a reducer.
 
-    memory: the lender of scratch. world: the ranks of the exchange. layer_rates: the learning rates by layer; None where they
-    are unknown, or the compressor does not use them. frozen_layers: the names of all frozen layers.
+    memory: the lender of scratch. uses_rates: the compressor reads layer_rates, the learning rates by layer; None where they
+    are unknown. scale: by which means are multiplied. has_begun: a bucket of the step has started. world: the ranks of the
+    exchange. frozen_layers: the names of all frozen layers.
     """
 
-    memory: Memory
     world: World
-    layer_rates: Mapping[str, float] | None = None
-    frozen_layers: frozenset[str] = field(default_factory=frozenset)
+
+    def __init__(self, memory: Memory, uses_rates: bool):
+        self.memory, self.uses_rates = memory, uses_rates
+        self.scale, self.has_begun = 1.0, False
+        self.layer_rates: Mapping[str, float] | None = None
+        self.frozen_layers: frozenset[str] = frozenset()
 
     def rates(self, layout: Layout) -> tuple[float, ...] | None:
-        """Return the learning rate of each layer of a bucket."""
-        rates = self.layer_rates
+        """Return the learning rate of each layer of a bucket, for a compressor that reads them."""
+        rates = self.layer_rates if self.uses_rates else None
         return None if rates is None else tuple([rates.get(name, 0.0) for name in layout.names])
 
     def frozen(self, layout: Layout) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ class Delivery:
     A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
     ranks alike. The entries that were sent for it return to the residual, in every bucket.
 
-    buckets: that fail together. slots: by layer. All of a bucket's have an array for the update, or none has.
+    buckets: that fail together; keeping: those of them with a residual. slots: by layer. All of a bucket's have an array for
+    the update, or none has.
     """
 
     def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot]):
+        self.keeping = [bucket for bucket in buckets if bucket.progress is not None]
         self._place = {bucket.index: place for place, bucket in enumerate(buckets)}
         self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
@@ -58,18 +60,65 @@ class Delivery:
             verdicts = {device: joined.to(device) for device in verdicts}
         return verdicts
 
-    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
-        """Add a step's updates back to the residuals if the step has failed. All of them have been written."""
+    def add_back(self, scale: float, step: int, buckets: Sequence[Bucket] | None = None) -> None:
+        """Add a step's updates back to the residuals if the step has failed. All of them have been written.
+
+        buckets: those of another rank in this process, in place of this one's.
+        """
         if len(self._verdicts) == 1 and not any(kernels.may_have_failed(own, step) for own in self._verdicts.values()):
             return
         verdicts = self._joined()
-        for bucket in buckets:
-            if bucket.progress is not None:
-                kernels.add_back(
-                    self._targets(bucket),
-                    bucket.progress.residual,
-                    verdicts[bucket.layout.device],
-                    self._place[bucket.index],
-                    scale,
-                    step=step,
-                )
+        for bucket in buckets or self.keeping:
+            assert bucket.progress is not None
+            kernels.add_back(
+                self._targets(bucket),
+                bucket.progress.residual,
+                verdicts[bucket.layout.device],
+                self._place[bucket.index],
+                scale,
+                step=step,
+            )
+
+
+# Makes what delivers the updates of some buckets.
+MakeDelivery = Callable[[Sequence[Bucket], Mapping[str, Slot]], Delivery]
+
+
+class Deliveries:
+    """The deliveries of a reducer: the updates of a part are applied, or skipped, as one.
+
+    part_of: of each bucket. step: the number in verdicts, which no other step has.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], part_of: Sequence[Hashable], slots: Mapping[str, Slot], make: MakeDelivery = Delivery
+    ):
+        self._by_part = {
+            part: make([each for each, of in zip(buckets, part_of, strict=True) if of == part], slots)
+            for part in dict.fromkeys(part_of)
+        }
+        self._of = [self._by_part[part] for part in part_of]
+        self._keeping = [each for each in self._by_part.values() if each.keeping]
+        self._step = 1
+
+    def of(self, bucket: Bucket) -> Delivery:
+        """Return a bucket's delivery."""
+        return self._of[bucket.index]
+
+    def write(self, bucket: Bucket, update: Update, scale: float) -> None:
+        """Write an update into the gradients. See Delivery.write()."""
+        self._of[bucket.index].write(bucket, update, scale, self._step)
+
+    def end_step(self, scale: float) -> None:
+        """End a step whose updates are written. In a part in which it failed, they return to the residuals."""
+        for each in self._keeping:
+            each.add_back(scale, self._step)
+        self._step += 1
+
+    def discard(self) -> None:
+        """Discard the step under way: its verdicts are not the next one's."""
+        self._step += 1
+
+    def has_failed(self) -> bool:
+        """Decide whether the last step has failed. This waits for a device if there is one."""
+        return any(each.has_failed(self._step - 1) for each in self._by_part.values())

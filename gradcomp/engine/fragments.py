@@ -50,7 +50,7 @@ class Fragment:
         The weights go to the start, plus the inner steps that came in the meantime.
         """
         self.session.finish()
-        succeeded = not self.session.reducer.has_failed()
+        succeeded = not self.session.reducer.deliveries.has_failed()
         if succeeded:
             for start, mean in zip(self.starts.values(), self._progress, strict=True):
                 start.grad = mean.view(start.shape)

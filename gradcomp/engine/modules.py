@@ -251,8 +251,11 @@ class Modules:
         self._join_pass()
         self.session.begin()
         self.session.meet()
+        sending = self.session.reducer.sending
         with self.session.noting_failure():
-            self.session.reducer.note_sent(*act())
+            sent, between_hosts = act()
+        sending.sent += sent
+        sending.between_hosts += between_hosts
 
     @property
     def step(self) -> int:
@@ -263,7 +266,7 @@ class Modules:
         """Wait for the end of the backward pass under way, and of what torch queues there: modules may exchange in it."""
         if (now := torch._C._current_graph_task_id()) not in self._passes:
             if not self._passes:
-                self.session.updates.renew_parameters()
+                self.session.updates.optimizers.renew_parameters()
             self._passes.add(now)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(self._end_pass))
@@ -294,7 +297,7 @@ class Modules:
         grads = [each for each in grads if each.numel()]
         if grads:
             self.session.updates.gradients.add([each.reshape(-1) for each in grads])
-        poison = self.session.steps.end_backward()
+        poison = self.session.updates.end_backward()
         if poison is not None and (poison.is_cuda or bool(poison != 0)):
             for grad in grads:
                 one = grad.view(-1)[:1] if grad.is_cuda and grad.is_contiguous() else grad

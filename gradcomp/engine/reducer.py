@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -22,7 +22,7 @@ from gradcomp.core.requests import Gather, Reply, Send, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.delivery import Deliveries, Delivery, MakeDelivery
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.updates.agreement import Agreement
@@ -47,7 +47,7 @@ class Options:
     bucket_mb: float = BUCKET_MB
     seed: int = 0
     memory: Memory | None = None
-    delivery: Callable[[Sequence[Bucket], Mapping[str, Slot]], Delivery] = Delivery
+    delivery: MakeDelivery = Delivery
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -92,12 +92,20 @@ def _range(part: str, bucket: Bucket) -> Any:
     return profiler.record_function(f"gradcomp::{part} (bucket {bucket.index})")
 
 
+@dataclass
+class Traffic:
+    """The bytes that a rank hands to the network in a step. between_hosts: as many of them as go to other hosts."""
+
+    sent: int = 0
+    between_hosts: int = 0
+
+
 class Reducer:
     """All buckets of one model on one rank.
 
     slots: by the layers' names. parts: by layer; the buckets of a part are exchanged together, and fail together. None: one
-    part. on_updates: buckets exchange the progress of their weights. observer, clock: telemetry's, and the seconds that it
-    reads; None for none. layer_rates: the learning rates by layer, if they are known.
+    part. on_updates: buckets exchange the progress of their weights. entries: of the whole model. observer, clock: telemetry's,
+    and the seconds that it reads; None for none. traffic: of the last step; sending: of the one under way.
     """
 
     def __init__(
@@ -110,35 +118,25 @@ class Reducer:
         on_updates: bool = False,
     ):
         self.network, self.slots, self.parts, self.on_updates = network, slots, parts, on_updates
-        self.layers = {name: slot.layer for name, slot in slots.items()}
-        self.entries = sum(layer.size for layer in self.layers.values())
+        layers = {name: slot.layer for name, slot in slots.items()}
+        self.entries = sum(layer.size for layer in layers.values())
         self.observer: Any = None
         self.clock: StepClock | None = None
-        self.rates_need = compressor.traits.rates
-        self.layer_rates: Mapping[str, float] | None = None
-        self.memory = options.memory or Memory()
+        self.context = StepContext(options.memory or Memory(), compressor.traits.rates != "unused")
         seed, bucket_mb = int(options.seed), options.bucket_mb
         if on_updates and bucket_mb == BUCKET_MB:  # a bucket ends before the layer that it has no room for
-            largest = max((layer.size for layer in self.layers.values()), default=0)
+            largest = max((layer.size for layer in layers.values()), default=0)
             bucket_mb = max(bucket_mb, self.bytes_dense / 1e6 / BUCKETS_OF_UPDATES + 4e-6 * largest)
-        planned = plan(self.layers, bucket_mb, compressor, parts, wraps_all=on_updates)
+        planned = plan(layers, bucket_mb, compressor, parts, wraps_all=on_updates)
         self.buckets = [
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
             for i, each in enumerate(planned)
         ]
-        self.keeps_residual = any(bucket.progress is not None for bucket in self.buckets)
-        # Where a frozen layer's zeros share groups with other entries, or its residual waits.
-        self._rounds_or_keeps = any(bucket.feedback is not None for bucket in self.buckets)
-        # A step applies, or skips, the updates of a part as one: each part has a delivery for them.
-        self._part_of = [parts[bucket.layout.names[0]] if parts else 0 for bucket in self.buckets]
-        self._groups = {
-            n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
-        }
-        self.deliveries = {n: options.delivery(buckets, slots) for n, buckets in self._groups.items()} if not on_updates else {}
+        written = [] if on_updates else self.buckets
+        self.deliveries = Deliveries(written, [] if on_updates else self.part_numbers, slots, options.delivery)
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
-        self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
-        self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
-        self._context: StepContext | None = None  # of the step under way
+        self.steps_done = 0
+        self.traffic, self.sending = Traffic(), Traffic()
         self._agreement: Agreement | None = None  # of the step under way, not ended yet
 
     def watch(self, observer: Any) -> None:
@@ -152,10 +150,17 @@ class Reducer:
         return next((each for each in found if each is not None), None)
 
     @property
+    def keeps_residual(self) -> bool:
+        """True if any bucket keeps one."""
+        return any(bucket.progress is not None for bucket in self.buckets)
+
+    @property
     def part_numbers(self) -> list[int]:
         """The part of each bucket, as a number."""
-        numbers = {part: i for i, part in enumerate(dict.fromkeys(self._part_of))}
-        return [numbers[part] for part in self._part_of]
+        parts = self.parts or {}
+        of = [parts.get(bucket.layout.names[0]) for bucket in self.buckets]
+        numbers = {part: i for i, part in enumerate(dict.fromkeys(of))}
+        return [numbers[part] for part in of]
 
     @property
     def part_of_layer(self) -> dict[str, int]:
@@ -204,7 +209,7 @@ class Reducer:
 
         scale: the gradients are then scale times the mean update.
         """
-        self.scale = scale
+        self.context.scale = scale
         if self.clock is not None:
             self.clock.note_last_gradient()
         for bucket in self.buckets:
@@ -235,7 +240,7 @@ class Reducer:
 
     def finish(self, scale: float = 1.0) -> None:
         """Finish all exchanges of the step. The gradients are then scale times the mean update."""
-        self.scale = scale
+        self.context.scale = scale
         for bucket in self.buckets:
             if not bucket.has_started:
                 self.start_all(scale)
@@ -258,7 +263,7 @@ class Reducer:
 
         agreement: of the ranks, under way; it ends before the first request, after work that is this rank's own.
         """
-        self.scale, self._agreement = scale, agreement
+        self.context.scale, self._agreement = scale, agreement
         if self.clock is not None:
             self.clock.note_gradient()
             self.clock.note_last_gradient()
@@ -273,53 +278,38 @@ class Reducer:
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
-        if self.keeps_residual and self.deliveries:
-            self._settle()
+        if not self.on_updates:
+            self.deliveries.end_step(self.context.scale)
         for bucket in self.buckets:
             if bucket.has_started or bucket.grads:
                 bucket.forget_grads()
-        self._context = None
-        self._step, self.steps_done = self._step + 1, self.steps_done + 1
-        self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
-        self._sent = self._sent_between_hosts = 0
+        self.context.has_begun = False
+        self.steps_done += 1
+        self.traffic, self.sending = self.sending, Traffic()
         if self.clock is not None:
             self.clock.note_encoded(delivered)
             self.clock.note_end()
         if self.observer is not None:
             self.observer.step_done(self)
 
-    def _settle(self) -> None:
-        """Settle the step's updates: take them back if the step failed."""
-        for part, delivery in self.deliveries.items():
-            delivery.add_back(self._groups[part], self.scale, self._step)
-
-    def has_failed(self) -> bool:
-        """Decide whether the last step has failed. This waits for a device if there is one."""
-        return any(each.has_failed(self._step - 1) for each in self.deliveries.values())
-
-    def note_sent(self, sent: int, between_hosts: int) -> None:
-        """Count bytes that no bucket has sent. between_hosts: of them to other hosts."""
-        self._sent += sent
-        self._sent_between_hosts += between_hosts
-
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
-        self._step, self.steps_done = self._step + 1, self.steps_done + 1
-        self.bytes_sent = self.bytes_between_hosts = sent
+        self.steps_done += 1
+        self.traffic = Traffic(sent, sent)
         if self.clock is not None:
             self.clock.note_last_gradient()
             self.clock.note_end()
 
     def abort(self) -> None:
         """Discard the running step after a failure of the network."""
-        self._sent = self._sent_between_hosts = 0
+        self.sending = Traffic()
         for bucket in self.buckets:
             if bucket.running is not None:
                 bucket.running.close()
             bucket.running = bucket.answer = None
             bucket.forget_grads()
-        self._context = self._agreement = None
-        self._step += 1  # its verdicts are not the next step's
+        self.context.has_begun, self._agreement = False, None
+        self.deliveries.discard()
         self.watch(self.observer)
         if self.observer is not None:
             self.clock = StepClock()
@@ -330,7 +320,13 @@ class Reducer:
         bucket.has_started = True
         if bucket.streams.has_streams or (len(bucket.grads) < bucket.count and not bucket.of_weights):
             bucket.complete()
-        context = self._context or self._begin_step()
+        context = self.context
+        if not context.has_begun:
+            context.has_begun, context.world = True, self.network.world
+            every = self.slots.values()
+            context.frozen_layers = frozenset(
+                [each.name for each in every if each.parameter is not None and not each.parameter.requires_grad]
+            )
         with _range("accumulate", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
             acc = bucket.collect(context)
         with _range("select", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
@@ -338,16 +334,6 @@ class Reducer:
             self._resume(bucket, None)
         if self.clock is not None:
             self.clock.note_encoded(began)
-
-    def _begin_step(self) -> StepContext:
-        """Begin a step with its first bucket. Return the context of all its buckets."""
-        rates, frozen = None if self.rates_need == "unused" else self.layer_rates, frozenset[str]()
-        if self._rounds_or_keeps:
-            frozen = frozenset(
-                [n for n, each in self.slots.items() if each.parameter is not None and not each.parameter.requires_grad]
-            )
-        self._context = StepContext(self.memory, self.network.world, rates, frozen)
-        return self._context
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None
@@ -364,14 +350,17 @@ class Reducer:
             with _range("deliver", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
                 if bucket.progress is not None and not bucket.of_weights:
                     bucket.progress.return_rest()
-                self._deliver(bucket, end.value)
+                if bucket.of_weights and bucket.progress is not None:
+                    bucket.progress.deliver(end.value, self.context.scale)
+                else:
+                    self.deliveries.write(bucket, end.value, self.context.scale)
             if end.value.source is not None:
-                self.memory.give_back(end.value)
+                self.context.memory.give_back(end.value)
         else:
             sent = request.payload.bytes.numel() if isinstance(request, Gather) else bytes_of(request)
-            self._sent += sent
+            self.sending.sent += sent
             is_send = isinstance(request, Send)  # which alone names its receivers
-            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host) if is_send else sent
+            self.sending.between_hosts += bytes_of(request, self.context.world.on_other_host) if is_send else sent
             if self.clock is not None:
                 self.clock.note_request()
             if self._agreement is not None:
@@ -379,12 +368,6 @@ class Reducer:
                 agreement.end()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
-
-    def _deliver(self, bucket: Bucket, update: Update) -> None:
-        if bucket.of_weights and bucket.progress is not None:
-            bucket.progress.deliver(update, self.scale)
-            return
-        self.deliveries[self._part_of[bucket.index]].write(bucket, update, self.scale, self._step)
 
     @property
     def bytes_dense(self) -> int:
@@ -407,9 +390,9 @@ class Reducer:
             "buckets": len(self.buckets),
             "overlap": not (self.on_updates or any(bucket.traits.whole_model for bucket in self.buckets)),
             "bytes_dense": dense,
-            "bytes_sent": self.bytes_sent,
-            "bytes_between_hosts": self.bytes_between_hosts,
-            "compression": dense / self.bytes_sent if self.bytes_sent else None,
+            "bytes_sent": self.traffic.sent,
+            "bytes_between_hosts": self.traffic.between_hosts,
+            "compression": dense / self.traffic.sent if self.traffic.sent else None,
         }
         stats.update(own)  # type: ignore[typeddict-item]
         return stats

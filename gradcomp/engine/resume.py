@@ -43,7 +43,7 @@ class Resume:
         """Change the compressor in lock-step with other ranks. See change()."""
         session = self._session
         give_up_failed()
-        session.updates.renew_parameters()
+        session.updates.optimizers.renew_parameters()
         old, before = session.reducer, session.compressor
         compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
         new = session.make_reducer(compressor)
@@ -57,14 +57,14 @@ class Resume:
                 yield from session.meeting(follows=False)
                 if delivers:
                     session.updates.forget()
-                    yield from deliver_residuals(old, session.updates.optimizers(), session.network, session.sums)
+                    yield from deliver_residuals(old, session.updates.optimizers.latest(), session.network, session.sums)
             except BaseException as error:
                 session.reducer, session.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     session.failed(error)
                 raise
         was_hidden = old.on_updates and (old.given_momentum is None or old.given_momentum.hides)
-        session.updates.note_change(to_updates=new.on_updates and not was_hidden)
+        session.updates.optimizers.note_change(to_updates=new.on_updates and not was_hidden)
         session.install(new, compressor)
 
     def residual(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Resume:
             compressor = make(spec)
             reducer = session.make_reducer(compressor)
         if reducer.on_updates and (parts := state.saved_parts(taken.shares)) is not None:
-            session.updates.parts = parts  # until the optimizers that they follow from are seen
+            session.updates.optimizers.parts = parts  # until the optimizers that they follow from are seen
             reducer = session.make_reducer(compressor)
         load = state.load_shares(reducer, session.slots.shapes, taken, loaded.steps)
         meets_again = session.has_met or session.phase is Phase.FAILED

@@ -20,7 +20,6 @@ from gradcomp.engine.phases import TRANSITIONS, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.resume import Resume
 from gradcomp.engine.slots import Slot, Slots
-from gradcomp.engine.updates.around_steps import AroundSteps
 from gradcomp.engine.updates.step_exchange import StepExchange
 from gradcomp.engine.updates.steps import ignore, listen
 from gradcomp.networks import Connection
@@ -31,8 +30,8 @@ log = logging.getLogger("gradcomp")
 class Session:
     """One model's exchanges on one rank. reducer: of the present compressor. turns: auto's Chooser, or None.
 
-    updates: what is known of the user's optimizers, where the door has any. steps: the acts around their steps. sums: updates
-    are sums over the ranks, not means. last_phase: the stored one; see phase. axes: of the mesh beside the network; their ranks
+    updates: the exchange around the steps of the user's optimizers, where the door has any. sums: updates are sums over the
+    ranks, not means. last_phase: the stored one; see phase. axes: of the mesh beside the network; their ranks
     meet, too. resume: the ways to another spec, state or commit.
     """
 
@@ -47,15 +46,14 @@ class Session:
         self.axes: list[Membership] = []
         self._announcement = Announcement(door, network)
         self.resume = Resume(self)
-        self.updates = StepExchange(slots, network)
-        self.steps = AroundSteps(self, self.updates)
+        self.updates = StepExchange(self)
         self.install(self.make_reducer(compressor), compressor)
 
     def make_reducer(self, compressor: Compressor) -> Reducer:
         on_updates = self.door.acts_on_updates(compressor)
         if compressor.traits.rates == "needed" and not (on_updates or self.door.has_rates):
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=, or let it keep a residual")
-        parts = self.updates.parts if on_updates else None
+        parts = self.updates.optimizers.parts if on_updates else None
         slots = {} if self.door.exchanges_gradients and not on_updates else self._by_name
         reducer = Reducer(compressor, slots, self.network, self.options, parts, on_updates)
         reducer.entries = self.slots.entries
@@ -67,13 +65,13 @@ class Session:
         self.reducer, self.compressor, self._stock = reducer, compressor, None
         self.given_momentum = reducer.given_momentum
         self.updates.forget()
-        (listen if reducer.on_updates else ignore)(self.steps)  # an exchange of gradients looks at no optimizer
+        (listen if reducer.on_updates else ignore)(self.updates)  # an exchange of gradients looks at no optimizer
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""
         self.recover()
         self.install(reducer, compressor)
-        self.updates.note_change(to_updates=False)
+        self.updates.optimizers.note_change(to_updates=False)
         load()
 
     @property
@@ -114,7 +112,7 @@ class Session:
     def _discard_step(self) -> None:
         """Discard the step under way. The entries that it has taken from the residual are lost."""
         self.reducer.abort()
-        self.steps.discard()
+        self.updates.discard()
         self._held.clear()
         self.door.discard()
 
@@ -147,8 +145,8 @@ class Session:
             self.recover()
         if self.turns is not None and not (self.door.holds or self.reducer.on_updates):
             self._take_turn()
-        steps = self.steps
-        steps.has_gradients = steps.has_unchecked_gradients = steps.has_seen_gradients = True
+        updates = self.updates
+        updates.has_gradients = updates.has_unchecked_gradients = updates.has_seen_gradients = True
         if not self.reducer.on_updates:
             self.note("a gradient", here)
         if self._stock is not None and self.reducer.clock is not None:
@@ -299,7 +297,7 @@ class Session:
         if membership.grows and self.reducer.on_updates:  # a rank that joins has not seen the optimizers step
             parts = json.loads((yield from membership.of_leader(json.dumps(self.reducer.part_of_layer))))
             if parts != self.reducer.part_of_layer:
-                self.updates.parts = parts
+                self.updates.optimizers.parts = parts
                 self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
 

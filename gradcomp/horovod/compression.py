@@ -236,7 +236,7 @@ def end_backward(session: Session) -> None:
                 found.setdefault(values.device, []).append(values.contiguous())
     for each in found.values() or ([torch.zeros(1)],):  # ranks without a gradient take part, too
         session.updates.gradients.add(each)
-    poison = session.steps.end_backward()
+    poison = session.updates.end_backward()
     session.updates.note_backward()
     if first is not None and poison is not None:
         first.as_strided((1,), (1,)).add_(poison.to(first.device))

@@ -133,7 +133,7 @@ def _of_gradients(
     for name, slot in slots.items():
         slot.update = torch.empty_like(grads[name]).view(-1)
     reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb))
-    reducer.layer_rates = dict.fromkeys(slots, RATE)
+    reducer.context.layer_rates = dict.fromkeys(slots, RATE)
     bucket_of = {name: bucket.index for bucket in reducer.buckets for name in bucket.layout.names}
 
     def do_step() -> None:
@@ -159,7 +159,7 @@ def _of_updates(
     weights = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in grads.items()}
     slots = {name: Slot(name, grad.shape, grad.device, weights[name]) for name, grad in grads.items()}
     reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb), on_updates=True)
-    reducer.layer_rates = dict.fromkeys(slots, RATE)
+    reducer.context.layer_rates = dict.fromkeys(slots, RATE)
     updates = [torch.cat([RATE * grads[name].view(-1).float() for name in each.layout.names]) for each in reducer.buckets]
 
     def do_step() -> None:

@@ -94,12 +94,12 @@ class Observer:
             each()
         if (spec := self._watched.spec) != self._counted_spec:  # a record tells of one spec
             self._counted_spec, self._bytes, self._bytes_between_hosts, self._counted = spec, 0, 0, 0
-        self._bytes += reducer.bytes_sent
-        self._bytes_between_hosts += reducer.bytes_between_hosts
+        self._bytes += reducer.traffic.sent
+        self._bytes_between_hosts += reducer.traffic.between_hosts
         self._counted += 1
         step, network, weights = reducer.steps_done, reducer.network, self._weights
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.steps.lags))
+            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.updates.lags))
             found = network.start(Gather(digests), "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._figures:

@@ -45,7 +45,7 @@ def test_a_host_is_one_sender(spec: str) -> None:
     alone.step([{"w": torch.randn(40, 100)} for _ in range(2)])
     shared = gradcomp.Simulation(f"{spec},by_host=true", {"w": (40, 100)}, 8, ranks_per_host=4)
     shared.step([{"w": torch.randn(40, 100)} for _ in range(8)])
-    of_host = sum(reducer.bytes_between_hosts for reducer in shared._reducers[:4])
+    of_host = sum(reducer.traffic.between_hosts for reducer in shared._reducers[:4])
     assert alone.bytes_sent[0] <= of_host <= 1.35 * alone.bytes_sent[0]
     stats = shared.stats()
     assert stats["compression"] == stats["bytes_dense"] / stats["bytes_sent"]

@@ -60,7 +60,7 @@ class Gradients:
         for name, slot in self._slots.items():
             slot.update = torch.empty_like(self._grads[name]).view(-1)
         self.reducer = Reducer(make(spec), self._slots, network, Options(bucket_mb=bucket_mb))
-        self.reducer.layer_rates = dict.fromkeys(shapes, RATE)
+        self.reducer.context.layer_rates = dict.fromkeys(shapes, RATE)
 
     def step(self) -> None:
         for name in reversed(self._grads):
@@ -77,7 +77,7 @@ class Updates:
         slots = {name: Slot(name, shapes[name], CPU, weight) for name, weight in self._weights.items()}
         largest = max(bucket_mb, 4e-6 * sum(map(math.prod, shapes.values())) / BUCKETS_OF_UPDATES)
         self.reducer = Reducer(make(spec), slots, network, Options(bucket_mb=largest), on_updates=True)
-        self.reducer.layer_rates = dict.fromkeys(shapes, RATE)
+        self.reducer.context.layer_rates = dict.fromkeys(shapes, RATE)
         self._updates = [RATE * grad for grad in grads.values()]
 
     def step(self) -> None:

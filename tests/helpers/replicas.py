@@ -60,7 +60,7 @@ class Replica:
         if session.reducer.on_updates:
             for each in there:
                 session.updates.gradients.add((each.grad,))
-            if (poison := session.steps.end_backward()) is not None and there:
+            if (poison := session.updates.end_backward()) is not None and there:
                 there[0].grad.view(-1)[:1].add_(poison)
             session.updates.note_backward()
         else:
@@ -70,7 +70,7 @@ class Replica:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step, as the hook before it does."""
-        if (momentum := self.session.steps.before(optimizer)) is not None:
+        if (momentum := self.session.updates.before(optimizer)) is not None:
             momentum.hide()
 
     def step(self, optimizer: Optimizer | None = None, closure: Callable[[], Any] | None = None) -> None:
@@ -83,10 +83,10 @@ class Replica:
                 each.step(closure) if closure is not None else each.step()
             except BaseException:
                 if exchanges:
-                    self.session.steps.give_up(each)
+                    self.session.updates.give_up(each)
                 raise
             if exchanges:
-                self.session.steps.after(each)
+                self.session.updates.after(each)
 
 
 class Replicas(Trained):
@@ -117,7 +117,7 @@ class Replicas(Trained):
     def each(self, call: Callable[[Replica], T]) -> list[T]:
         """Call on all ranks at once. Raise the first error of any, once all have ended."""
         for rank in self.ranks if self.spec is not None else ():
-            ignore(rank.session.steps)
+            ignore(rank.session.updates)
         if len(self.ranks) == 1:
             return [call(self.ranks[0])]
         with ThreadPoolExecutor(len(self.ranks)) as pool:

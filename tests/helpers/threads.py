@@ -146,7 +146,7 @@ def start(ranks: int, spec: str, hosts: list[str] | None = None, optimizer_of: A
     made = [Rank(generation, rank, spec, hosts[rank] if hosts else "", optimizer_of) for rank in range(ranks)]
     for one, other in itertools.product(made, made):
         if other.optimizer is not None:
-            one.session.updates.find(other.optimizer)
+            one.session.updates.optimizers.find(other.optimizer)
     return made
 
 

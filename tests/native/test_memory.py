@@ -190,8 +190,8 @@ def test_memory_goes_with_its_owner_and_so_does_that_of_an_ended_thread() -> Non
     def train() -> None:
         simulation = gradcomp.Simulation("topk:ratio=0.1", SHAPES, 2)
         simulation.step([{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(2)])
-        (sheet,) = (sheet for sheets in simulation._sessions[0].reducer.memory._free.values() for sheet in sheets)
-        scratch = simulation._sessions[0].reducer.memory._scratch.values()
+        (sheet,) = (sheet for sheets in simulation._sessions[0].reducer.context.memory._free.values() for sheet in sheets)
+        scratch = simulation._sessions[0].reducer.context.memory._scratch.values()
         alive.extend(weakref.ref(tensor) for tensor in (sheet.flat, sheet.marks, *scratch))
 
     thread = threading.Thread(target=train)

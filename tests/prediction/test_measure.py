@@ -34,7 +34,7 @@ def test_the_bytes_are_those_that_a_simulation_sends(spec: str, ranks: int) -> N
     grads = measure.gradients(SHAPES, CPU)
     for _ in range(measure.SETTLING + measure.COUNTED):
         simulation.step([grads] * ranks)
-    wanted = simulation._reducers[0].bytes_sent
+    wanted = simulation._reducers[0].traffic.sent
     assert sorted(name for bucket in found for name in bucket.names) == sorted(SHAPES)
     # A rank's sdagc sends by what it received: recorded ranks are alike, simulated ones are not quite.
     assert sent(found) == pytest.approx(wanted, rel=0.02)

@@ -206,7 +206,7 @@ class Progress:
             memory=context.memory,
         )
         spans = self.layout.spans_of(frozen) if frozen else ()
-        rates = None if context.layer_rates is None else context.rates(self.layout)
+        rates = context.rates(self.layout) if context.uses_rates else None
         return Acc(self.start, context.memory, self.ages, found.flag, found.moments, rates, found.peaks, spans)
 
     def deliver(self, update: Update, scale: float) -> None:

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.engine import state
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import layer_rates
 from gradcomp.engine.feedback import cut_factors
+from gradcomp.engine.phases import Phase
 from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.slots import Slots, local
-from gradcomp.engine.updates import steps
+from gradcomp.engine.slots import local
 from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGradients
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, decay_of
+from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
+from gradcomp.engine.updates.steps import give_up_failed, makes_state, warn_user
 from gradcomp.native.memory import Memory
-from gradcomp.networks import Connection
 
 _IN_BACKWARD = (
     "{name}.step() was called within backward(), where no updates can be exchanged: call it after backward(), or take the spec "
@@ -45,12 +46,10 @@ _CAPTURED = (
     'and call step() outside of the graph, or take the spec "blocks"'
 )
 
-
 _SUMS = (
     "op=Sum adds the ranks' updates up, and those of {name} do not grow with the gradient: its steps would be as many times "
     'too long as there are ranks. Use op=Average, or the spec "blocks", which exchanges gradients'
 )
-
 
 # Backward passes without a step of any optimizer, before the warning. Few trainings add up so many.
 PASSES_BEFORE_WARNING = 200
@@ -63,138 +62,37 @@ _NEVER_STEPPED = (
     "this rank has joined without a step of its own, and does not know what the others exchange after theirs: give each rank "
     'at least one batch, or take the spec "blocks", which exchanges gradients'
 )
-_UNFROZEN = (
-    "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, "
-    "and call requires_grad_(False) afterwards, until you train it"
-)
-
-
-@dataclass(eq=False)
-class Trained:
-    """An optimizer that trains some of the parameters.
-
-    number: by which ranks name it. names: of its layers. momentum: hidden while it steps. never_exchanged: its parameters that
-    were frozen at set-up, by name. exchanges: done after its steps since a state was loaded. has_begun: its step is under way;
-    inside: steps of its own that this one has called. is_new: what its moments have not delivered yet is to go into the
-    residual. reducer, buckets: those of its layers. waiting: those that no inner step has exchanged. clips: some of them cut
-    the gradients. rules: of the buckets. settings: of the groups, when the rules were made.
-    """
-
-    number: int
-    names: frozenset[str]
-    momentum: HiddenMomentum
-    never_exchanged: Sequence[tuple[str, torch.nn.Parameter]] = ()
-    exchanges: int = 0
-    has_begun: bool = False
-    inside: int = 0
-    is_new: bool = True
-    reducer: Reducer | None = None
-    buckets: list[Bucket] = field(default_factory=list)
-    waiting: list[Bucket] = field(default_factory=list)
-    clips: bool = False
-    rules: list[StepRule] = field(default_factory=list)
-    settings: Any = ()
-
-    def find_buckets(self, reducer: Reducer) -> None:
-        """Find the buckets of its layers."""
-        self.reducer, self.settings = reducer, ()
-        self.buckets = [each for each in reducer.buckets if each.layout.names[0] in self.names]
-        self.clips = any(each.feedback is not None and each.feedback.clip for each in self.buckets)
 
 
 class StepExchange:
-    """What an exchange of updates knows of the optimizers that step, and the acts around their steps."""
+    """The exchange of updates of one session: what it does around backward passes and steps, of which steps.py tells it.
 
-    def __init__(self, slots: Slots, network: Connection):
-        self._slots, self._network = slots, network
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Trained | None]]
-        self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
-        self.name_parameters()
-        self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
-        self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in slots.slots)
-        # The momentum of each layer, of the optimizers that train the same layers. An optimizer's number is its place here.
-        self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self._names.values(), Momentum())]
-        self.parts: dict[str, Hashable] | None = None  # of each layer (see _divide)
-        self.gradients, self._agreement = LocalGradients(Memory()), Agreement(network)
+    gradients: this rank's own, of the last backward pass. has_gradients: some have come since the last step;
+    has_unchecked_gradients: since the last end of a backward pass; has_seen_gradients: ever. lags: other ranks step, and this
+    one has no batch. in_step: steps under way, as in a closure. keeps_residuals: also where an optimizer's state is loaded.
+    """
+
+    session: Any  # which has this object
+
+    def __init__(self, session: Any):
+        self.session = weakref.proxy(session)
+        self.optimizers = Optimizers(session.slots)
+        self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network)
+        self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
+        self.in_step = 0
+        self.keeps_residuals = False
         self._passes = 0  # backward passes since the last step of any optimizer that trains the parameters
-        self._adds_up = False  # updates are sums over the ranks
-        self.in_step = 0  # steps under way, as in a closure
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []  # since the last backward pass
-        self.keeps_residuals = False  # also where an optimizer's state is loaded
-        self.has_moments = True  # a first moment in an optimizer's state is of gradients before the exchange of updates
+        self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in session.slots.slots)
 
     @property
     def exchanged(self) -> Collection[int]:
         """The ids of the parameters."""
-        return self._names.keys()
-
-    # The optimizers.
-
-    def renew_parameters(self) -> None:
-        """Take other parameters that the model has got in place of its own."""
-        if self._slots.renew():
-            self.name_parameters()
-
-    def name_parameters(self) -> None:
-        """Note the parameters, which may be new, and look at all optimizers anew."""
-        self._names = {id(slot.parameter): slot.name for slot in self._slots.slots}
-        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
-
-    def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
-        """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
-        seen = (steps.changes, *[each for group in optimizer.param_groups for each in (id(group), len(group["params"]))])
-        known = self._known.get(optimizer)
-        if known is None or known[0] != seen:
-            found = self._look_at(optimizer, given, None if known is None else known[1])
-            known = self._known[optimizer] = seen, found
-        return known[1]
-
-    def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
-        """Find an optimizer that is about to step. Refuse it if a layer has a gradient that no rank exchanges."""
-        found = self.find(optimizer, given)
-        for name, parameter in () if found is None else found.never_exchanged:
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RuntimeError(_UNFROZEN.format(name=name, shape=tuple(parameter.shape)))
-        return found
-
-    def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
-        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-        if self._names.keys().isdisjoint(group_of):
-            return None
-        momentum = HiddenMomentum(optimizer, given, self._names, steps.exchanged())
-        momenta = {name: momentum.of(group_of[number]) for number, name in self._names.items() if number in group_of}
-        number = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
-        self._sets[number : number + 1] = [momenta]
-        self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
-        found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
-        found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
-        if before is not None:
-            found.is_new, found.exchanges = before.is_new, before.exchanges
-        self.parts = self._divide()
-        return found
-
-    def _divide(self) -> dict[str, Hashable] | None:
-        """Return the part of each layer: layers of the same optimizers, and momenta, share buckets. None: all are of one.
-
-        A momentum that a schedule changes later is that of its bucket's first layer. What an optimizer trained that is gone
-        stays divided: when it goes differs between ranks.
-        """
-        parts: dict[str, Hashable] = {
-            name: tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each]) for name in self._sets[0]
-        }
-        return parts if len({*parts.values()}) > 1 else None
-
-    def adds_up(self, optimizer: torch.optim.Optimizer, trained: Trained, op: bool | None, before: bool) -> bool:
-        """Say whether updates are sums over the ranks. op: what the optimizer's door knows of it; None: as before."""
-        sums = before if op is None else op
-        if sums and trained.momentum.divides:
-            raise ValueError(_SUMS.format(name=class_of(optimizer).__name__))
-        self._adds_up = sums
-        return sums
+        return self.optimizers.names.keys()
 
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         """Show an optimizer's own settings."""
-        if (trained := self.trained(optimizer)) is not None:
+        if (trained := self.optimizers.known(optimizer)) is not None:
             trained.momentum.give_back()
 
     def note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -202,7 +100,7 @@ class StepExchange:
 
         A residual that was loaded since its last step stays.
         """
-        trained = self.trained(optimizer)
+        trained = self.optimizers.known(optimizer)
         if trained is None:
             return
         trained.momentum.forget()
@@ -212,82 +110,103 @@ class StepExchange:
         for bucket in trained.buckets:
             bucket.empty()
 
-    def trained(self, optimizer: torch.optim.Optimizer) -> Trained | None:
-        """Return what is known of an optimizer, without a look at its groups."""
-        known = self._known.get(optimizer)
-        return None if known is None else known[1]
-
-    def _every(self) -> list[Trained]:
-        return [trained for _, trained in self._known.values() if trained is not None]
-
-    def give_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo a step that has raised an error: it exchanges nothing."""
-        trained = self.trained(optimizer)
-        if trained is None or not trained.has_begun:
-            return
-        trained.momentum.show()
-        trained.has_begun, trained.inside = False, 0
-        self.in_step -= 1
-        for bucket in trained.waiting:
-            assert bucket.progress is not None
-            bucket.progress.go_back()
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """List the optimizers that have last trained the parameters, in the same order on all ranks."""
-        latest = [self._latest[name]() for name in self._sets[0] if name in self._latest]
-        return list(dict.fromkeys(each for each in latest if each is not None))
-
     def forget(self) -> None:
         """Look at all optimizers anew: the spec may have changed, or a step has failed."""
-        for each in self._every():
-            each.momentum.give_back()
-            each.has_begun, each.inside = False, 0
-        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
+        self.optimizers.forget()
         self.in_step = 0
-
-    def note_change(self, *, to_updates: bool) -> None:
-        """Note a change of spec, or a loaded state. to_updates: from gradients, so that the moments are of these."""
-        self.has_moments = to_updates
-        for each in self._every():
-            each.is_new, each.exchanges = to_updates, 0
 
     def discard(self) -> None:
         """Discard a step, and a backward pass, under way."""
         self._agreement.discard()
         self.gradients.discard()
         self.forget()
+        self.has_gradients = self.has_unchecked_gradients = False
 
-    # Around a backward pass, and a step.
+    # Around a backward pass.
 
-    def end_backward(self, step: int) -> Tensor | None:
-        """End a backward pass. Return 0 if all ranks' gradients are finite, otherwise Inf or NaN; None if nobody is asked."""
-        poison = self.gradients.end()
-        if poison is None or self.in_step or self._network.world.size == 1:
-            return None
-        self._passes += 1
-        if self._passes == PASSES_BEFORE_WARNING:
-            steps.warn_user(_NO_STEP)
-        self._agreement.begin(BACKWARD, 0, step, poison)
-        return self._agreement.end()
+    def end_backward(self) -> Tensor | None:
+        """End a backward pass whose gradients stay this rank's own. Return 0 if all ranks' are finite, otherwise Inf or NaN.
+
+        None where nothing needs to be said: on one rank, or in a closure of a step, whose calls are each rank's own.
+        """
+        session = self.session
+        if session.last_phase is Phase.FAILED:
+            session.note("the end of a step")
+        self.has_unchecked_gradients = False
+        give_up_failed()
+        session.meet()
+        try:
+            poison = self.gradients.end()
+            if poison is None or self.in_step or session.network.world.size == 1:
+                return None
+            self._passes += 1
+            if self._passes == PASSES_BEFORE_WARNING:
+                warn_user(_NO_STEP)
+            self._agreement.begin(BACKWARD, 0, session.reducer.steps_done, poison)
+            return self._agreement.end()
+        except BaseException as error:
+            session.failed(error)
+            raise
 
     def note_backward(self) -> None:
         """Note that a backward pass of this rank's has ended, after which others may step."""
         self._stepped.clear()
 
-    def take_stepped(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that have stepped since this rank's last backward pass, and forget them."""
-        if not self.optimizers() and self._network.world.size > 1:
+    def step_with_others(self) -> None:
+        """Take part in the exchanges of other ranks' steps: those that followed this rank's last backward pass."""
+        if not self.optimizers.latest() and self.session.network.world.size > 1:
             raise RuntimeError(_NEVER_STEPPED)
         stepped, self._stepped = self._stepped, []
-        return [optimizer for each in stepped if (optimizer := each()) is not None]
+        for each in stepped:
+            if (optimizer := each()) is not None:
+                self.before(optimizer)
+                self.after(optimizer)
 
-    def begin(self, optimizer: torch.optim.Optimizer, trained: Trained, reducer: Reducer) -> None:
+    # Around a step.
+
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool = False) -> HiddenMomentum | None:
+        """Begin a step. Return the momentum to hide; None if nothing is exchanged. has_closure: gradients may come in it."""
+        session, door = self.session, self.session.door
+        has_gradients = self.has_gradients or has_closure
+        if not session.network.ready or (not has_gradients and makes_state()):
+            return None
+        waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
+        if door.needs_gradients and (waits or door.calls_another(optimizer, has_gradients)):
+            return None
+        if (trained := self.optimizers.find_stepping(optimizer, session.given_momentum)) is None:
+            return None
+        if session.last_phase is Phase.FAILED:
+            session.note("the optimizer's step")
+        session.meet()
+        try:
+            if trained.reducer is not session.reducer:
+                self._regroup(optimizer, trained)
+            self._begin(optimizer, trained)
+        except BaseException as error:
+            session.failed(error)
+            raise
+        return trained.momentum
+
+    def _regroup(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+        """Find the buckets of an optimizer that is new, or that the session's present ones have not seen."""
+        session = self.session
+        if (sums := session.door.adds_up(optimizer)) is not None:
+            session.sums = sums
+        if session.sums and trained.momentum.divides:
+            raise ValueError(_SUMS.format(name=class_of(optimizer).__name__))
+        if self.optimizers.parts != session.reducer.parts:
+            old = session.reducer
+            session.reducer = state.regroup(old, session.make_reducer(session.compressor))
+            self._carry_starts(old, session.reducer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         """Copy the weights before a step, whose momentum is hidden next. One that super().step() begins has begun."""
         if trained.has_begun:
             trained.inside += 1
             return
         if torch._C._current_graph_task_id() >= 0 or not trained.exchanges or self._is_on_cuda:
             self._check(optimizer)
+        reducer = self.session.reducer
         if trained.reducer is not reducer:
             trained.find_buckets(reducer)
         if trained.clips:
@@ -300,10 +219,10 @@ class StepExchange:
         for bucket in trained.buckets:
             assert bucket.progress is not None
             bucket.progress.begin()
-        if reducer.rates_need != "unused":
-            reducer.layer_rates = layer_rates(self._names, [optimizer])
+        if reducer.context.uses_rates:
+            reducer.context.layer_rates = layer_rates(self.optimizers.names, [optimizer])
 
-    def carry_starts(self, old: Reducer, new: Reducer) -> None:
+    def _carry_starts(self, old: Reducer, new: Reducer) -> None:
         """Go on with other buckets in the middle of a step, when one that it calls is found."""
         if not self.in_step:
             return
@@ -312,17 +231,31 @@ class StepExchange:
             assert bucket.progress is not None
             for name, start in bucket.layout.views(bucket.progress.start).items():
                 start.copy_(starts[name])
-        for each in self._every():
+        for each in self.optimizers.every():
             if each.has_begun:
                 waiting = {name for bucket in each.waiting for name in bucket.layout.names}
                 each.find_buckets(new)
                 each.waiting = [bucket for bucket in each.buckets if bucket.layout.names[0] in waiting]
 
-    def end(self, optimizer: torch.optim.Optimizer, trained: Trained, scale: float) -> None:
-        """Exchange the progress of a step. Of optimizers that call one another, the innermost exchanges a layer's, once."""
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange the updates of an optimizer that has stepped.
+
+        Of optimizers that call one another, the innermost exchanges a layer's, once.
+        """
+        if (trained := self.optimizers.known(optimizer)) is None or not trained.has_begun:
+            return
         if trained.inside:
             trained.inside -= 1
             return
+        try:
+            self._exchange(optimizer, trained)
+        except BaseException as error:
+            self.session.failed(error)
+            raise
+        self.has_gradients = False
+        self.session.end_updates(optimizer)
+
+    def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         trained.momentum.show()
         trained.has_begun = False
         self.in_step -= 1
@@ -330,8 +263,9 @@ class StepExchange:
         if self.in_step:
             self._leave_out(buckets)
         assert trained.reducer is not None
+        size = self.session.network.world.size
         try:
-            if self._network.world.size > 1:
+            if size > 1:
                 self._agreement.begin(STEP, trained.number, trained.reducer.steps_done)
             skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
             if isinstance(skipped, Tensor) and not skipped.is_cuda and bool(skipped):
@@ -341,7 +275,7 @@ class StepExchange:
             for bucket in buckets:
                 assert bucket.progress is not None
                 bucket.progress.skipped = skipped
-            trained.reducer.run(buckets, scale, self._agreement)
+            trained.reducer.run(buckets, float(size) if self.session.sums else 1.0, self._agreement)
             if not buckets:
                 self._agreement.end()
         except BaseException:
@@ -354,9 +288,21 @@ class StepExchange:
         self._passes = 0
         self._stepped.append(weakref.ref(optimizer))
 
+    def give_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo a step that has raised an error: it exchanges nothing."""
+        trained = self.optimizers.known(optimizer)
+        if trained is None or not trained.has_begun:
+            return
+        trained.momentum.show()
+        trained.has_begun, trained.inside = False, 0
+        self.in_step -= 1
+        for bucket in trained.waiting:
+            assert bucket.progress is not None
+            bucket.progress.go_back()
+
     def _leave_out(self, exchanged: Sequence[Bucket]) -> None:
         """Leave buckets out of the steps that have called this one. Those with nothing else exchange nothing."""
-        for each in self._every():
+        for each in self.optimizers.every():
             if each.has_begun:
                 each.waiting = [bucket for bucket in each.waiting if bucket not in exchanged]
                 if not each.waiting:
@@ -377,7 +323,7 @@ class StepExchange:
             decays = {id(each): rate for group, rate in zip(groups, rates, strict=False) for each in group["params"]}
             trained.rules = []
             for bucket in trained.buckets:
-                params = [self._slots.parameters[name] for name in bucket.layout.names]
+                params = [self.session.slots.parameters[name] for name in bucket.layout.names]
                 of_bucket = [decays[id(each)] for each in params] if any(rates) else []
                 trained.rules.append(StepRule(of_layer[id(params[0])], momentum.normalizes, of_bucket))
         for bucket, rule in zip(trained.buckets, trained.rules, strict=True):
@@ -389,7 +335,7 @@ class StepExchange:
         name = class_of(optimizer).__name__
         if torch._C._current_graph_task_id() >= 0:
             raise RuntimeError(_IN_BACKWARD.format(name=name))
-        if name == "LBFGS" and self._network.world.size > 1:
+        if name == "LBFGS" and self.session.network.world.size > 1:
             raise RuntimeError(_LBFGS)
         if name == "ZeroRedundancyOptimizer":
             raise RuntimeError(_SHARDED.format(name=name))
@@ -404,13 +350,13 @@ class StepExchange:
             feedback = bucket.feedback
             if feedback is None or not feedback.clip:
                 continue
-            grads = [self._slots.parameters[name].grad for name in bucket.layout.names]
+            grads = [self.session.slots.parameters[name].grad for name in bucket.layout.names]
             there = [local(each) for each in grads if each is not None and not each.is_sparse]
             if there:
                 squares = torch.stack([each.double().square().sum() for each in there])
                 if isinstance(scale, Tensor):
                     squares /= scale.to(squares.device, non_blocking=True).double() ** 2
-                bound, whole_model = feedback.clip / math.sqrt(self._network.world.size), feedback.clip_by == "model"
+                bound, whole_model = feedback.clip / math.sqrt(self.session.network.world.size), feedback.clip_by == "model"
                 torch._foreach_mul_(there, [*cut_factors(bound, squares, whole_model).unbind()])
 
     def _take_undelivered(self, trained: Trained) -> None:
@@ -418,14 +364,14 @@ class StepExchange:
         trained.is_new = False
         at = {name: (bucket, span) for bucket in trained.buckets for name, span in _spans(bucket)}
         for parameter, step in trained.momentum.take_undelivered():
-            name = self._names.get(id(parameter))
+            name = self.optimizers.names.get(id(parameter))
             if name in at:
                 bucket, (begin, end) = at[name]
-                slot = self._slots.slot(parameter)
+                slot = self.session.slots.slot(parameter)
                 assert slot is not None and bucket.progress is not None
                 bucket.progress.make_ages()
                 # All ranks have the same moment, of the sum: each adds its share of it.
-                share = 1 / self._network.world.size if self._adds_up else 1.0
+                share = 1 / self.session.network.world.size if self.session.sums else 1.0
                 bucket.progress.residual[begin:end].add_(slot.flat(step).float(), alpha=share)
 
 

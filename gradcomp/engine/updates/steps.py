@@ -57,7 +57,7 @@ def ignore(listener: Any) -> None:
 
 def exchanged() -> set[int]:
     """Return the ids of all parameters whose updates a listener exchanges."""
-    return {number for each in _living() if each.session.reducer.on_updates for number in each.exchange.exchanged}
+    return {number for each in _living() if each.session.reducer.on_updates for number in each.exchanged}
 
 
 def in_closure() -> bool:

@@ -141,7 +141,7 @@ class Replica:
         flat, session = [grad.reshape(-1) for grad in grads], self.session
         session.begin()
         session.updates.gradients.add(flat)
-        if (poison := session.steps.end_backward()) is not None:
+        if (poison := session.updates.end_backward()) is not None:
             flat[0] = flat[0].clone()
             flat[0][:1].add_(poison)
         session.updates.note_backward()
@@ -178,12 +178,12 @@ class Updates:
         for rank, other in enumerate(others, 1):
             if not all(map(_are_equal, first.parameters, other.parameters)):
                 raise RuntimeError(f"rank {rank} has other weights than rank 0: {first.session.spec} is not deterministic")
-        self.bytes_sent = [each.session.reducer.bytes_sent for each in self._replicas]
+        self.bytes_sent = [each.session.reducer.traffic.sent for each in self._replicas]
 
     def close(self) -> None:
         """Let other optimizers step the model as if nobody exchanged anything."""
         for each in self._replicas:
-            ignore(each.session.steps)
+            ignore(each.session.updates)
         self._pool.shutdown()
 
     def _take_turn(self, replica: Replica, grads: Sequence[Tensor]) -> None:

@@ -122,7 +122,7 @@ def test_a_falling_learning_rate_refreshes_the_code() -> None:
     reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options())
     phases = []
     for step in range(7 + DELAY + 5):
-        reducer.layer_rates = dict.fromkeys(SHAPES, 0.1 if step < 7 else 0.01)
+        reducer.context.layer_rates = dict.fromkeys(SHAPES, 0.1 if step < 7 else 0.01)
         for name, grad in draw(step, 1)[0].items():
             reducer.ready(slots[name], grad.flatten())
         reducer.finish()

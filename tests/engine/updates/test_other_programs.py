@@ -107,7 +107,7 @@ def test_an_optimizer_with_an_inner_one_for_some_layers_exchanges_the_others(fir
         rank.step(hybrid.inner)
         if not first:
             hybrid.move()
-        rank.session.steps.after(hybrid)
+        rank.session.updates.after(hybrid)
 
     for number in range(4):
         ours.exchange(draw(number, ranks=2))
@@ -133,7 +133,7 @@ def test_an_optimizer_of_several_inner_ones_exchanges_each_layer_once() -> None:
         rank.begin(several)
         for inner in several.inner:
             rank.step(inner)
-        rank.session.steps.after(several)
+        rank.session.updates.after(several)
 
     for number in range(4):
         grads = draw(number, ranks=2)

@@ -64,7 +64,7 @@ class Pair:
                 rank.begin(rank.optimizer)
             result = step(*arguments, **options)
             if exchanges:
-                rank.session.steps.after(rank.optimizer)
+                rank.session.updates.after(rank.optimizer)
             return result
 
         rank.optimizer.step = whole

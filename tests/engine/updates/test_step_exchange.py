@@ -84,7 +84,7 @@ def test_the_innermost_step_exchanges_and_no_other() -> None:
             rank.begin(rank.optimizer)
         rank.optimizer.step()
         for _ in range(2):
-            rank.session.steps.after(rank.optimizer)
+            rank.session.updates.after(rank.optimizer)
         theirs.train(1, step)
     ours.ends_as(theirs)
     assert ours.ranks[0].session.reducer.steps_done == 6

@@ -1,0 +1,160 @@
+"""Which optimizers train the parameters that are exchanged, and which layers share buckets for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.slots import Slots
+from gradcomp.engine.updates import steps
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum
+from gradcomp.engine.updates.progress import StepRule
+
+_UNFROZEN = (
+    "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, "
+    "and call requires_grad_(False) afterwards, until you train it"
+)
+
+
+@dataclass(eq=False)
+class Trained:
+    """An optimizer that trains some of the parameters.
+
+    number: by which ranks name it. names: of its layers. momentum: hidden while it steps. never_exchanged: its parameters that
+    were frozen at set-up, by name. exchanges: done after its steps since a state was loaded. has_begun: its step is under way;
+    inside: steps of its own that this one has called. is_new: what its moments have not delivered yet is to go into the
+    residual. reducer, buckets: those of its layers. waiting: those that no inner step has exchanged. clips: some of them cut
+    the gradients. rules: of the buckets. settings: of the groups, when the rules were made.
+    """
+
+    number: int
+    names: frozenset[str]
+    momentum: HiddenMomentum
+    never_exchanged: Sequence[tuple[str, torch.nn.Parameter]] = ()
+    exchanges: int = 0
+    has_begun: bool = False
+    inside: int = 0
+    is_new: bool = True
+    reducer: Reducer | None = None
+    buckets: list[Bucket] = field(default_factory=list)
+    waiting: list[Bucket] = field(default_factory=list)
+    clips: bool = False
+    rules: list[StepRule] = field(default_factory=list)
+    settings: Any = ()
+
+    def find_buckets(self, reducer: Reducer) -> None:
+        """Find the buckets of its layers."""
+        self.reducer, self.settings = reducer, ()
+        self.buckets = [each for each in reducer.buckets if each.layout.names[0] in self.names]
+        self.clips = any(each.feedback is not None and each.feedback.clip for each in self.buckets)
+
+
+class Optimizers:
+    """The optimizers of one session. An optimizer's number is its place in the order in which they were found.
+
+    parts: of each layer (see _divide). has_moments: a first moment in an optimizer's state is of gradients before the exchange
+    of updates.
+    """
+
+    def __init__(self, slots: Slots):
+        self._slots = slots
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Trained | None]]
+        self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
+        self.name_parameters()
+        self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
+        # The momentum of each layer, of the optimizers that train the same layers.
+        self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        self.parts: dict[str, Hashable] | None = None
+        self.has_moments = True
+
+    @property
+    def exchanged(self) -> Collection[int]:
+        """The ids of the parameters."""
+        return self.names.keys()
+
+    def renew_parameters(self) -> None:
+        """Take other parameters that the model has got in place of its own."""
+        if self._slots.renew():
+            self.name_parameters()
+
+    def name_parameters(self) -> None:
+        """Note the parameters, which may be new, and look at all optimizers anew."""
+        self.names = {id(slot.parameter): slot.name for slot in self._slots.slots}
+        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
+
+    def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
+        """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
+        seen = (steps.changes, *[each for group in optimizer.param_groups for each in (id(group), len(group["params"]))])
+        known = self._known.get(optimizer)
+        if known is None or known[0] != seen:
+            found = self._look_at(optimizer, given, None if known is None else known[1])
+            known = self._known[optimizer] = seen, found
+        return known[1]
+
+    def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
+        """Find an optimizer that is about to step. Refuse it if a layer has a gradient that no rank exchanges."""
+        found = self.find(optimizer, given)
+        for name, parameter in () if found is None else found.never_exchanged:
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(_UNFROZEN.format(name=name, shape=tuple(parameter.shape)))
+        return found
+
+    def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
+        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        if self.names.keys().isdisjoint(group_of):
+            return None
+        momentum = HiddenMomentum(optimizer, given, self.names, steps.exchanged())
+        momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
+        number = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
+        self._sets[number : number + 1] = [momenta]
+        self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
+        found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
+        found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
+        if before is not None:
+            found.is_new, found.exchanges = before.is_new, before.exchanges
+        self.parts = self._divide()
+        return found
+
+    def _divide(self) -> dict[str, Hashable] | None:
+        """Return the part of each layer: layers of the same optimizers, and momenta, share buckets. None: all are of one.
+
+        A momentum that a schedule changes later is that of its bucket's first layer. What an optimizer trained that is gone
+        stays divided: when it goes differs between ranks.
+        """
+        parts: dict[str, Hashable] = {
+            name: tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each]) for name in self._sets[0]
+        }
+        return parts if len({*parts.values()}) > 1 else None
+
+    def known(self, optimizer: torch.optim.Optimizer) -> Trained | None:
+        """Return what is known of an optimizer, without a look at its groups."""
+        known = self._known.get(optimizer)
+        return None if known is None else known[1]
+
+    def every(self) -> list[Trained]:
+        """List what is known of all that train some of the parameters."""
+        return [trained for _, trained in self._known.values() if trained is not None]
+
+    def latest(self) -> list[torch.optim.Optimizer]:
+        """List the optimizers that have last trained the parameters, in the same order on all ranks."""
+        latest = [self._latest[name]() for name in self._sets[0] if name in self._latest]
+        return list(dict.fromkeys(each for each in latest if each is not None))
+
+    def forget(self) -> None:
+        """Look at all optimizers anew: the spec may have changed, or a step has failed."""
+        for each in self.every():
+            each.momentum.give_back()
+            each.has_begun, each.inside = False, 0
+        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
+
+    def note_change(self, *, to_updates: bool) -> None:
+        """Note a change of spec, or a loaded state. to_updates: from gradients, so that the moments are of these."""
+        self.has_moments = to_updates
+        for each in self.every():
+            each.is_new, each.exchanges = to_updates, 0
