@@ -64,8 +64,9 @@ class Stats(TypedDict, total=False):
     """Figures of the last step on this rank. A compressor may add figures of its own.
 
     exchanges: what the ranks exchange, in words. grad_norm: of this rank's own gradients, in the last backward pass of an
-    exchange of updates; None for other exchanges. health: of each bucket's residual, at the last measurement. steps: done.
-    overlap: exchanges overlap with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network;
+    exchange of updates; None for other exchanges. health: of each bucket's residual, at the last measurement. steps: done;
+    of several optimizers, each one's exchange counts. overlap: exchanges overlap with backward. bytes_dense: of what the step
+    exchanged, as float32. bytes_sent: handed to the network;
     bytes_between_hosts: as much of it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first
     step. auto: the choice, and its
     reason.
@@ -94,10 +95,13 @@ def _range(part: str, bucket: Bucket) -> Any:
 
 @dataclass
 class Traffic:
-    """The bytes that a rank hands to the network in a step. between_hosts: as many of them as go to other hosts."""
+    """The bytes that a rank hands to the network in a step. between_hosts: as many of them as go to other hosts. dense: of all
+    that the step exchanges, as float32.
+    """
 
     sent: int = 0
     between_hosts: int = 0
+    dense: int = 0
 
 
 class Reducer:
@@ -126,7 +130,7 @@ class Reducer:
         seed, bucket_mb = int(options.seed), options.bucket_mb
         if on_updates and bucket_mb == BUCKET_MB:  # a bucket ends before the layer that it has no room for
             largest = max((layer.size for layer in layers.values()), default=0)
-            bucket_mb = max(bucket_mb, self.bytes_dense / 1e6 / BUCKETS_OF_UPDATES + 4e-6 * largest)
+            bucket_mb = max(bucket_mb, 4e-6 * (self.entries / BUCKETS_OF_UPDATES + largest))
         planned = plan(layers, bucket_mb, compressor, parts, wraps_all=on_updates)
         self.buckets = [
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
@@ -318,6 +322,7 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         began = time.perf_counter()
         bucket.has_started = True
+        self.sending.dense += 4 * bucket.layout.total
         if bucket.streams.has_streams or (len(bucket.grads) < bucket.count and not bucket.of_weights):
             bucket.complete()
         context = self.context
@@ -371,8 +376,8 @@ class Reducer:
 
     @property
     def bytes_dense(self) -> int:
-        """The bytes of all gradients as float32."""
-        return 4 * self.entries
+        """The bytes of what the last step exchanged, as float32. Of several optimizers, each exchanges its own parameters."""
+        return self.traffic.dense or 4 * self.entries
 
     def stats(self) -> Stats:
         """Return figures of the last step."""

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from gradcomp.core.requests import Gather
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.reducer import Reducer, Traffic
 from gradcomp.engine.session import Session
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
@@ -60,8 +61,8 @@ class Observer:
         self._figures: dict[int, Callable[[], dict[str, Any]]] = {}
         self._asked: list[Callable[[], None]] = []
         self._late: list[Callable[[], None]] = []
-        self._bytes = self._bytes_between_hosts = self._counted = 0
-        self._counted_spec = ""
+        self._sent, self._counted, self._counted_spec = Traffic(), 0, ""  # since the last record
+        self._ahead: weakref.WeakKeyDictionary[Bucket, int] = weakref.WeakKeyDictionary()  # the step when a bucket's began
         self._clock: StepClock | None = None
         self._until_last = Seconds()
 
@@ -70,16 +71,10 @@ class Observer:
         weights = self._weights
         return str(self.intervals) if weights is None else f"{self.intervals}, of {len(weights)} weights: {', '.join(weights)}"
 
-    @property
-    def _step(self) -> int:
-        return self._watched.reducer.steps_done + 1
-
-    def _is_due(self, interval: int) -> bool:
-        return interval > 0 and self._step % interval == 0
-
     def delivered(self, bucket: Bucket, update: Update) -> None:
-        """Look at a bucket's mean update."""
-        if self._writers and self._is_due(self.intervals.record):
+        """Look at a bucket's mean update. Of several optimizers, each one's buckets have steps of their own."""
+        step = bucket.steps + self._ahead.setdefault(bucket, self._watched.reducer.steps_done + 1 - bucket.steps)
+        if self._writers and self.intervals.record and step % self.intervals.record == 0:
             self._figures[bucket.index] = figures_of(bucket, update)
 
     def discard(self) -> None:
@@ -93,9 +88,10 @@ class Observer:
         for each in late:
             each()
         if (spec := self._watched.spec) != self._counted_spec:  # a record tells of one spec
-            self._counted_spec, self._bytes, self._bytes_between_hosts, self._counted = spec, 0, 0, 0
-        self._bytes += reducer.traffic.sent
-        self._bytes_between_hosts += reducer.traffic.between_hosts
+            self._counted_spec, self._sent, self._counted = spec, Traffic(), 0
+        self._sent.sent += reducer.traffic.sent
+        self._sent.between_hosts += reducer.traffic.between_hosts
+        self._sent.dense += reducer.bytes_dense
         self._counted += 1
         step, network, weights = reducer.steps_done, reducer.network, self._weights
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
@@ -126,15 +122,13 @@ class Observer:
         figures, self._figures = self._figures, {}
         world = reducer.network.world
         record: Record = {"step": step, "time": time.time(), "rank": world.number(world.rank), "spec": self._watched.spec}
-        counted = max(1, self._counted)
-        dense = reducer.bytes_dense
-        sent = self._bytes / counted
+        counted, total = max(1, self._counted), self._sent
         record |= {
-            "bytes_sent": sent,
-            "bytes_between_hosts": self._bytes_between_hosts / counted,
-            "compression": dense / sent if sent else None,
+            "bytes_sent": total.sent / counted,
+            "bytes_between_hosts": total.between_hosts / counted,
+            "compression": total.dense / total.sent if total.sent else None,
         }
-        self._bytes = self._bytes_between_hosts = self._counted = 0
+        self._sent, self._counted = Traffic(), 0
         assert reducer.clock is not None  # since this observer watches
         if reducer.clock is not self._clock:  # a change of spec makes a new one
             self._clock, self._until_last = reducer.clock, Seconds()

@@ -18,11 +18,13 @@ import pytest
 import ranks
 import small_net
 import torch
+from replicas import Replicas
 
 import gradcomp
 from gradcomp import telemetry
 from gradcomp.engine.health import INTERVAL
 from gradcomp.networks.memory import MemoryNetwork
+from gradcomp.telemetry.observer import Intervals, Observer
 
 SPARSE = "topk:ratio=0.05"
 N, WORLD = 5000, 2
@@ -71,6 +73,26 @@ def test_bytes_are_means_over_the_steps_of_a_record_and_of_its_own_spec() -> Non
     simulation.change("topk:ratio=0.02")
     sent = [size for _, size in train(simulation, 2)]
     assert found[-WORLD]["spec"] == "topk:ratio=0.02" and found[-WORLD]["bytes_sent"] == sum(sent) / 2
+
+
+def test_figures_are_of_what_each_optimizer_exchanges() -> None:
+    """Of several optimizers, each exchange is a step, and a record tells of every optimizer's layers."""
+    shapes = {"a": (100, 100), "b": (50, 100)}
+
+    def make(weights: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([each], 0.1) for each in weights]
+
+    ours = Replicas("topk:ratio=0.01", make, shapes, ranks=1)
+    found: Records = []
+    session = ours.ranks[0].session
+    session.watch(Observer([found.append], Intervals(4, 0), weakref.proxy(session)))
+    for step in range(8):
+        ours.step([{name: gradients.draw("heavy", math.prod(s), step).view(s) for name, s in shapes.items()}])
+        stats = session.reducer.stats()
+        assert stats["bytes_dense"] == 4 * 5_000 and stats["compression"] == pytest.approx(20_000 / stats["bytes_sent"])
+    assert {tuple(bucket["layers"]) for record in found for bucket in record["buckets"]} == {("a",), ("b",)}
+    for record in found:
+        assert record["compression"] == pytest.approx(stats["compression"], rel=0.2)
 
 
 def test_age_is_the_mean_of_the_steps_since_an_entry_was_sent_up_to_a_bound() -> None:
