@@ -53,7 +53,7 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: "torch.amp.GradScaler | None" = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     seed: int = 0,
 ) -> Handle:
     """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
@@ -67,7 +67,8 @@ def attach(
         spec: "name:knob=value", a compressor, or "auto".
         optimizer: Accepted, and not needed: the steps of all optimizers of the model's parameters are seen.
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
+            most four buckets.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:

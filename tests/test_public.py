@@ -26,7 +26,7 @@ gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
 gradcomp.Simulation.stats() -> 'Stats'
 gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dict[str, Tensor]'
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
-gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
+gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float | None = None, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
 gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor', *, replicas: 'DeviceMesh | dist.ProcessGroup | None' = None, seed: 'int' = 0) -> 'Handle'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
@@ -34,10 +34,10 @@ gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapp
 gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
 gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
 gradcomp.handle.Handle.stats() -> 'Stats'
-gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
+gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, seed: 'int' = 0)
 gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot | None]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
-gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
+gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'sign', *, every: 'int' = 30, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, fragments: 'int' = 1, seed: 'int' = 0)
 gradcomp.local.LocalSteps.flush() -> 'None'
 gradcomp.local.LocalSteps.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
@@ -48,7 +48,7 @@ gradcomp.local.LocalSteps.step(closure: 'Callable[[], Any] | None' = None) -> 'A
 gradcomp.local.LocalSteps.zero_grad(set_to_none: 'bool' = True) -> 'None'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
-gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float' = 25, device: 'str | torch.device | None' = None, profile: 'str | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
+gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float | None' = None, device: 'str | torch.device | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
 gradcomp.telemetry.JsonLines(folder: 'str | Path')
 gradcomp.telemetry.TensorBoard(folder: 'str | Path')
 gradcomp.telemetry.numbers(record: Record) -> dict[str, float]

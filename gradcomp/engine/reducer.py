@@ -40,11 +40,12 @@ LARGEST_SEED = 2**62
 class Options:
     """The options that a door passes on from its user.
 
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
-    their index. memory: the lender of scratch and updates, a new one by default. delivery: makes what delivers a part's means.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; None: see BUCKET_MB. seed: the seed of random
+    draws; later buckets add their index. memory: the lender of scratch and updates, a new one by default. delivery: makes what
+    delivers a part's means.
     """
 
-    bucket_mb: float = BUCKET_MB
+    bucket_mb: float | None = None
     seed: int = 0
     memory: Memory | None = None
     delivery: MakeDelivery = Delivery
@@ -128,9 +129,11 @@ class Reducer:
         self.clock: StepClock | None = None
         self.context = StepContext(options.memory or Memory(), compressor.traits.rates != "unused")
         seed, bucket_mb = int(options.seed), options.bucket_mb
-        if on_updates and bucket_mb == BUCKET_MB:  # a bucket ends before the layer that it has no room for
-            largest = max((layer.size for layer in layers.values()), default=0)
-            bucket_mb = max(bucket_mb, 4e-6 * (self.entries / BUCKETS_OF_UPDATES + largest))
+        if bucket_mb is None:
+            bucket_mb = float(BUCKET_MB)
+            if on_updates:  # a bucket ends before the layer that it has no room for
+                largest = max((layer.size for layer in layers.values()), default=0)
+                bucket_mb = max(bucket_mb, 4e-6 * (self.entries / BUCKETS_OF_UPDATES + largest))
         planned = plan(layers, bucket_mb, compressor, parts, wraps_all=on_updates)
         self.buckets = [
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)

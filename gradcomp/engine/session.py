@@ -52,7 +52,8 @@ class Session:
     def make_reducer(self, compressor: Compressor) -> Reducer:
         on_updates = self.door.acts_on_updates(compressor)
         if compressor.traits.rates == "needed" and not (on_updates or self.door.has_rates):
-            raise ValueError(f"{compressor} needs the learning rates: pass optimizer=, or let it keep a residual")
+            remedy = "" if self.door.has_optimizers else "pass optimizer=, or "
+            raise ValueError(f"{compressor} needs the learning rates: {remedy}let it keep a residual, without feedback=false")
         parts = self.updates.optimizers.parts if on_updates else None
         slots = {} if self.door.exchanges_gradients and not on_updates else self._by_name
         reducer = Reducer(compressor, slots, self.network, self.options, parts, on_updates)

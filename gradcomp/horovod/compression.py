@@ -90,7 +90,8 @@ class Compression(Handle):
         process_set: The optimizer's process set; all ranks by default.
         optimizer: Accepted, and not needed: the steps of the optimizer of the parameters are seen.
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
+            most four buckets.
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
@@ -111,7 +112,7 @@ class Compression(Handle):
         process_set: hvd.ProcessSet | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         seed: int = 0,
     ):
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):

@@ -45,12 +45,12 @@ class Handler(DistributedDataParallelKwargs):
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    def __init__(self, spec: str | Compressor = "topk", *, bucket_mb: float = 25, seed: int = 0, **ddp_options: Any):
+    def __init__(self, spec: str | Compressor = "topk", *, bucket_mb: float | None = None, seed: int = 0, **ddp_options: Any):
         """Make a handler.
 
         Args:
             spec: "name:knob=value", a compressor, or "auto".
-            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
             seed: The seed of random draws, equal on all ranks.
             **ddp_options: Arguments of DistributedDataParallelKwargs, such as find_unused_parameters=True.
 

@@ -28,7 +28,9 @@ _SHARDED = (
 )
 
 
-def attach(trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bucket_mb: float = 25, seed: int = 0) -> Handle:
+def attach(
+    trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bucket_mb: float | None = None, seed: int = 0
+) -> Handle:
     """Compress the exchange of a Trainer's gradients. All ranks call it, before trainer.train().
 
     Checkpoints get a file for each rank, and the logs a few figures.
@@ -36,7 +38,7 @@ def attach(trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bu
     Args:
         trainer: The Trainer, or one of a class of its own.
         spec: "name:knob=value", a compressor, or "auto".
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
 
     Returns:

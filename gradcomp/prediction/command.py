@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward", required=True, help="time of the forward pass, like 30ms")
     parser.add_argument("--backward", required=True, help="time of the backward pass")
     parser.add_argument("--optimizer", default="0s", help="time of the optimizer's step (default: 0s)")
-    parser.add_argument("--bucket-mb", type=float, default=25, help="(default: 25)")
+    parser.add_argument("--bucket-mb", type=float, help="(default: 25, or a quarter of the model for updates)")
     specs = "separated by spaces; quote a spec that has rules for layers (default: every compressor's default)"
     parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")

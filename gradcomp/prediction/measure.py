@@ -75,7 +75,7 @@ def measure(
     spec: str,
     shapes: Mapping[str, Sequence[int]],
     world: World,
-    bucket_mb: float,
+    bucket_mb: float | None,
     device: torch.device,
     types: Mapping[str, torch.dtype] | None = None,
     seconds: float = 0.0,
@@ -105,7 +105,9 @@ def without_warmup(compressor: Compressor) -> Compressor:
     return compressor
 
 
-def _steps(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float, seconds: float) -> list[Bucket]:
+def _steps(
+    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float | None, seconds: float
+) -> list[Bucket]:
     """Do steps on a network."""
     on_updates = not is_baseline(spec) and make(spec).traits.acts_on_updates
     if is_baseline(spec):
@@ -126,7 +128,7 @@ def _steps(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bu
 
 
 def _of_gradients(
-    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
+    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float | None
 ) -> tuple[list[tuple[str, ...]], DoStep]:
     """Make a reducer. Return the layers of each bucket, and a function that does a step."""
     slots = {name: Slot(name, grad.shape, grad.device) for name, grad in grads.items()}
@@ -150,7 +152,7 @@ def _of_gradients(
 
 
 def _of_updates(
-    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
+    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float | None
 ) -> tuple[list[tuple[str, ...]], DoStep]:
     """Make a reducer that exchanges updates of an optimizer with momentum. See _of_gradients().
 

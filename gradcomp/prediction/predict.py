@@ -131,7 +131,7 @@ def predict(
     backward: float,
     optimizer: float = 0.0,
     specs: Sequence[str] | None = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     device: str | torch.device | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
@@ -148,7 +148,8 @@ def predict(
         optimizer: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
             learns (lgc) is left out, and the prediction says so.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
+            most four buckets.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
         tell: Called with the work under way, and the share that is done.
 

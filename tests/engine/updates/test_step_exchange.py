@@ -14,6 +14,7 @@ from torch import nn, optim
 from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
 
+from gradcomp.engine import reducer
 from gradcomp.engine.updates.step_exchange import PASSES_BEFORE_WARNING
 
 ALL = "topk:ratio=1,wire=exact"
@@ -41,6 +42,13 @@ def test_with_everything_sent_each_of_several_optimizers_steps_as_alone(optimize
             training.exchange(draw(step, ranks=ranks, alike=True))
             training.each(lambda rank: rank.step(rank.optimizers[0]))  # type: ignore[arg-type,return-value]
     ours.ends_as(theirs)
+
+
+@pytest.mark.parametrize("given, count", [(None, 3), (0.01, 8), (0.02, 4), (1e3, 1)])
+def test_updates_travel_in_four_buckets_at_most_unless_told(given: float | None, count: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(reducer, "BUCKET_MB", 0.01)
+    ours = Replicas("topk", plain, dict.fromkeys("abcdefgh", (2, 1250)), bucket_mb=given)
+    assert len(ours.ranks[0].session.reducer.buckets) == count
 
 
 def test_what_waits_of_an_optimizer_stays_while_another_one_steps() -> None:
