@@ -55,12 +55,28 @@ ensure_setup() { # scripts/setup's option
   export PYTHON PATH
 }
 
-# Print the last line of a log that shows progress, cut to the given width.
+# Print the last line of a log that shows progress, cut to the given width. pip logs nothing while it unpacks its packages, one by
+# one: those that are newer than its last line are unpacked.
 last_step() {
+  local unpacked
+  unpacked=$(find "${prefix:-$ROOT/.venv}"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$1" 2>/dev/null | wc -l)
   tail -c 500000 "$1" | tr '\r' '\n' |
-    awk '/^Progress [0-9]+ of [0-9]+/ { printf "Downloading %d of %d MB\n", $2 / 1e6, $4 / 1e6; next } { print }' |
+    awk -v unpacked="$unpacked" '
+      /^Progress [0-9]+ of [0-9]+/ { printf "Downloading %d of %d MB\n", $2 / 1e6, $4 / 1e6; next }
+      /^Installing collected packages: / {
+        gsub(",", ""); at = unpacked + 4 < NF ? unpacked + 4 : NF
+        printf "Installing package %d of %d: %s\n", at - 3, NF - 3, $at; next
+      }
+      { print }' |
     grep -E '^ *(\[ *[0-9]+[/%]|-- |Collecting|Downloading|Installing|Building|Created|Preparing)' |
     tail -n 1 | sed -E 's/^ +//; s/ \([^()]*\)$//; s/(\[[^]]*\]) .*\/([^/]+)$/\1 \2/' | cut -c "1-$2" || true
+}
+
+# Say, in a log's own words, that pip gave its index up. It goes on to say that there is no version of what it looks for.
+unreached() { # log
+  local line
+  line=$(grep -E '^(WARNING: )?(Retrying \(Retry\(total=0,|Could not fetch URL )' "$1" | tail -n 1) || return 0
+  echo ": pip cannot reach its index ($line); PIP_INDEX_URL names another, HTTPS_PROXY a proxy, PIP_CERT its certificates"
 }
 
 # progress "what is being done" LOGFILE command...
@@ -95,7 +111,7 @@ progress() {
     grep -nE '(^|[^A-Za-z_-])([Ee]rror|ERROR)( at|:)|FAILED:' "$log" | head -n 10 >&2 || true
     echo "..." >&2
     tail -n 20 "$log" >&2
-    die "$what failed after $((SECONDS - began))s; the whole log is $log"
+    die "$what failed after $((SECONDS - began))s$(unreached "$log"); the whole log is $log"
   fi
   printf '%s: %ds\n' "$what" $((SECONDS - began)) >&2
 }

@@ -30,7 +30,8 @@ horovod_cached() {
 }
 
 build_horovod() { # into the given new directory; runs under `progress`
-  local work=$1
+  local work=$1 jobs
+  jobs=$(compilers)
   cd "$work" || return
   echo "horovod==$HOROVOD --hash=sha256:$HOROVOD_SHA256" >pinned.txt
   pip download --require-hashes --no-deps --no-build-isolation --no-binary horovod -d . -r pinned.txt
@@ -42,7 +43,7 @@ build_horovod() { # into the given new directory; runs under `progress`
   # Gloo uses types of <cstdint>, which other headers declared until GCC 15.
   export CXXFLAGS="-include cstdint ${CXXFLAGS:-}"
   PATH="$prefix/bin:$PATH" CMAKE_GENERATOR=Ninja CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-    MAKEFLAGS="-j$(nproc)" CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) \
+    MAKEFLAGS="-j$jobs" CMAKE_BUILD_PARALLEL_LEVEL=$jobs \
     pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work" .
 }
 

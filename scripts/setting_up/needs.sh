@@ -106,3 +106,17 @@ check_disk() { # "folder=megabytes" ...
   )
   [ -z "$short" ] || die "too little disk: ${short//$'\n'/; }. Free some, or move the checkout, TMPDIR or XDG_CACHE_HOME"
 }
+
+# Print how many compilers run at once: one a core, but no more than memory holds, of which a file with torch's headers takes 1.5 GB.
+compilers() {
+  local cores megabytes
+  cores=$(nproc)
+  # A container has its limit in one of two places. Where there is none, that is a word, or more than there is.
+  megabytes=$({
+    awk '$1 == "MemAvailable:" { printf "%.0f\n", $2 / 1024 }' /proc/meminfo
+    cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null |
+      awk '/^[0-9]/ { printf "%.0f\n", $1 / 1048576 }' || true
+  } | sort -n | head -n 1)
+  if [ $((megabytes / 1600)) -lt "$cores" ]; then cores=$((megabytes / 1600)); fi
+  echo $((cores > 1 ? cores : 1))
+}

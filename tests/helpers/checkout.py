@@ -27,7 +27,7 @@ class Checkout:
     def __init__(self, folder: Path):
         self.root, self.bin = folder / "checkout", folder / "bin"
         shutil.copytree(ROOT / "scripts" / "setting_up", self.root / "scripts" / "setting_up")
-        for name in ("setup", "lib.sh"):
+        for name in ("setup", "demo", "lib.sh"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
         self.has_home = True
         self.bin.mkdir()
@@ -52,10 +52,14 @@ class Checkout:
             self.has(name, f'exec {found} "$@"')
 
     def has_environment(self) -> None:
-        """Have a .venv with a pip that writes down what it is to install, and then fails. It can update itself but offline."""
+        """Have a .venv with a pip that writes down what it is to install, says what stands in `heard`, and fails.
+
+        It can update itself but offline.
+        """
         update = f'case "$*" in *"--upgrade pip"*) [ ! -e {self.root}/offline ] && touch {self.root}/updated; exit ;; esac'
         pip = (
-            f'{update}\ncase "$*" in *"pip --disable-pip-version-check install"*) echo "$*" >>{self.root}/asked; exit 7 ;; esac'
+            f'{update}\ncase "$*" in *"pip --disable-pip-version-check install"*) echo "$*" >>{self.root}/asked'
+            f"\ncat {self.root}/heard; exit 7 ;; esac"
         )
         program(self.root / ".venv" / "bin" / "python", f'{pip}\nexec {sys.executable} "$@"')
 

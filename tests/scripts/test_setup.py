@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.checkout import REAL_PYTHON, Checkout
+from helpers.checkout import REAL_PYTHON, ROOT, Checkout
 
 TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 LITTLE = 100
@@ -148,7 +151,15 @@ def test_setup_says_what_it_will_take_and_takes_a_cpu_build_where_the_index_has_
     status, said = ready.setup()
     assert status == 1 and asked(ready) == f"torch==2.13.0+cpu numpy --extra-index-url {url}"
     assert f"setup: this machine has no GPU, so that torch is the CPU build of {url}\n" in said
-    assert "min of compiling on" in said and "MB to fetch" in said and "MB of disk" in said
+    plan, work = said.split("updating pip")
+    assert (
+        f"installs torch 2.13.0, build tools, Horovod 0.28.1, gradcomp into {ready.root}/.venv" in plan
+        and "min of compiling on" in plan
+    )
+    sizes = re.search(r"(\d+) MB to fetch, (\d+) MB of disk; (\d+) and (\d+) if .* CUDA", plan)
+    assert sizes and "MB to fetch" not in work
+    fetched, disk, most_fetched, most_disk = map(int, sizes.groups())
+    assert fetched < 500 and disk < 2500 and most_fetched > 2800 and most_disk > 5000
 
 
 def test_a_pip_that_could_not_be_updated_is_updated_by_the_next_run(ready: Checkout, index: Served) -> None:
@@ -160,6 +171,53 @@ def test_a_pip_that_could_not_be_updated_is_updated_by_the_next_run(ready: Check
     assert status == 1 and "updating pip failed" in said and not (ready.root / "asked").exists()
     (ready.root / "offline").unlink()
     assert ready.setup()[0] == 1 and (ready.root / "updated").exists() and asked(ready).startswith("torch==2.13.0+cpu")
+
+
+@pytest.mark.parametrize(
+    ("line", "unreached"),
+    [
+        ("WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'SSLError(...)': /torch/", True),
+        ("WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by 'SSLError(...)': /torch/", False),
+        ("Could not fetch URL https://pypi.org/simple/torch/: a problem confirming the ssl certificate - skipping", True),
+    ],
+)
+def test_a_failed_connection_is_not_a_missing_version(line: str, unreached: bool, ready: Checkout) -> None:
+    ready.has("nvidia-smi", "exit 0")
+    missing = "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)"
+    (ready.root / "heard").write_text(f"{line}\n{missing}\n")
+    *_, last = ready.setup()[1].splitlines()
+    assert "installing torch==2.13.0 failed after" in last
+    assert (f"pip cannot reach its index ({line})" in last) == ("PIP_CERT" in last) == unreached
+
+
+def test_packages_are_counted_while_pip_unpacks_them(tmp_path: Path) -> None:
+    def shown(*installed: str) -> str:
+        for name in installed:
+            (tmp_path / "lib" / "python3.13" / "site-packages" / f"{name}-1.0.dist-info").mkdir(parents=True)
+        script = f". {ROOT}/scripts/lib.sh; prefix={tmp_path} last_step {tmp_path}/log 60"
+        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+
+    shown("old")
+    time.sleep(0.05)
+    (tmp_path / "log").write_text("Downloading one.whl\nInstalling collected packages: first, nvidia-second, torch\n")
+    time.sleep(0.05)
+    assert shown() == "Installing package 1 of 3: first\n"
+    assert shown("first", "nvidia_second") == "Installing package 3 of 3: torch\n"
+    assert shown("torch") == "Installing package 3 of 3: torch\n"  # its programs come last
+
+
+def test_memory_limits_how_many_compilers_run_at_once(checkout: Checkout) -> None:
+    """A file with torch's headers takes 1.5 GB."""
+
+    def compilers(cores: int) -> int:
+        checkout.has("nproc", f"echo {cores}")
+        script = f". {ROOT}/scripts/setting_up/needs.sh; compilers"
+        return int(subprocess.check_output(["bash", "-c", script], env={"PATH": str(checkout.bin)}))
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert compilers(1) == 1 and 1 <= compilers(10_000) <= max(1, memory / 1.5)
+    checkout.has("cat", f"echo {2**31}")  # a container's limit
+    assert compilers(10_000) == 1
 
 
 def test_without_a_cpu_build_pips_own_torch_is_taken(ready: Checkout, index: Served) -> None:
