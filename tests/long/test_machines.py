@@ -192,11 +192,12 @@ def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
         said = machine.must(f"{there} && {command}", user)
         minutes[name] = round((time.monotonic() - began) / 60, 1)
         if command == demo:
-            found = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", said, re.MULTILINE)
-            assert found and (found[1] == "yes") == machine.cell.nvcc, found and found[0]
+            *_, found = re.finditer(r"^ready: torch \S+, .*CUDA kernels (yes|no)", said, re.MULTILINE)
+            assert (found[1] == "yes") == machine.cell.nvcc, found[0]
             assert ("horovod" in found[0]) == machine.cell.horovod
             assert name != "demo" or said.startswith(found[0]), f"the demo set up again what is there:\n{said}"
-            assert re.search(r"^topk .* x .* %", said, re.MULTILINE), said
+            shown = re.findall(r"^(\w+), dense .*\n.*\n.*\ntopk .* x .* %", said, re.MULTILINE)
+            assert shown == ["DDP", "Horovod"][name == "demo" and machine.cell.horovod :][: 1 + machine.cell.horovod], said
             ready = found[0]
     again = "scripts/setup" if machine.cell.horovod else "scripts/setup --ddp"
     assert machine.must(f"{there} && {again}", user).count("\n") == 1, "a set-up that is done says one line"

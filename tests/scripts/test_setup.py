@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.checkout import REAL_PYTHON, ROOT, Checkout
+from helpers.checkout import REAL_PYTHON, ROOT, Checkout, program
 
 TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 LITTLE = 100
@@ -218,6 +218,24 @@ def test_memory_limits_how_many_compilers_run_at_once(checkout: Checkout) -> Non
     assert compilers(1) == 1 and 1 <= compilers(10_000) <= max(1, memory / 1.5)
     checkout.has("cat", f"echo {2**31}")  # a container's limit
     assert compilers(10_000) == 1
+
+
+def test_a_bare_machines_demo_shows_ddp_before_horovod_is_built(checkout: Checkout) -> None:
+    said, horovod = checkout.root / "said", checkout.root / "horovod"
+    program(checkout.root / "scripts" / "setup", f'echo "setup $*" >>{said}; [ "$*" = --ddp ] || touch {horovod}')
+    python = f'case "$*" in *find_spec*) [ -e {horovod} ] ;; *) echo "$*" >>{said} ;; esac'
+    program(checkout.root / ".venv" / "bin" / "python", python)
+
+    def demo(*options: str) -> list[str]:
+        said.unlink(missing_ok=True)
+        words = ["bash", str(checkout.root / "scripts" / "demo"), *options]
+        subprocess.run(words, env={"PATH": str(checkout.bin)}, check=True, capture_output=True)
+        return said.read_text().splitlines()
+
+    own = ["setup --demo", "-m laboratory.demo"]
+    assert demo("--ddp") == ["setup --ddp", "-m laboratory.demo --ddp"]
+    assert demo() == ["setup --ddp", "-m laboratory.demo --ddp --out demo-results/ddp", *own]
+    assert demo() == own, "Horovod is there"
 
 
 def test_without_a_cpu_build_pips_own_torch_is_taken(ready: Checkout, index: Served) -> None:
