@@ -104,6 +104,31 @@ def test_a_clip_in_a_hook_of_the_optimizer_is_one_before_its_step(kind: Any, spe
     same(training, spec)
 
 
+@pytest.mark.parametrize("kind, spec", [(sgd, SPEC), (adamw, LEFT)])
+def test_a_compiled_step_has_the_exchange_outside_its_graph(kind: Any, spec: str) -> None:
+    """Without a word of the compiler's about gradcomp's code."""
+    graphs: list[torch.fx.GraphModule] = []
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, on importing its compiler
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def training(spec: str | None) -> Run:
+        run = Run(kind, spec)
+        step: Any = torch.compile(run.optimizer.step, backend=note)
+
+        def body(run: Run, at: int) -> None:
+            run.optimizer.zero_grad()
+            run.loss(at).backward()
+            step()
+
+        return run.on(range(4), body)
+
+    same(training, spec)
+    assert graphs
+
+
 def scheduled(kind: Any, spec: str | None, *, momentum: bool) -> Run:
     run = Run(kind, spec)
     rate = run.optimizer.param_groups[0]["lr"]

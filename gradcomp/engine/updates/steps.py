@@ -72,22 +72,29 @@ def _living() -> list[Any]:
 @functools.cache
 def _register_once() -> None:
     """Register the hook for good: removing one fails while torch goes through all of them, and sessions end at any time."""
-    register_optimizer_step_pre_hook(_meet)
+    register_optimizer_step_pre_hook(_uncompiled(_meet))
+
+
+@functools.cache
+def _uncompiled(hook: Any) -> Any:
+    """Return a hook that stays out of the graph of a compiled step(). This loads what torch's optimizers load."""
+    return torch.compiler.disable(hook)
 
 
 def _meet(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Become the optimizer's last hook before a step, and its first one after it: hooks of the user's act on equal weights."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    every_before, every_after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before, after = _uncompiled(_before), _uncompiled(_after)
     if _show not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(_show)
         optimizer.register_load_state_dict_post_hook(_note_loaded)
-    if not before or next(reversed(before.values())) is not _before:
-        _drop(before, _before)
-        optimizer.register_step_pre_hook(_before)
-    if not after or next(iter(after.values())) is not _after:
-        _drop(after, _after)
-        handle = optimizer.register_step_post_hook(_after)
-        cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)
+    if not every_before or next(reversed(every_before.values())) is not before:
+        _drop(every_before, before)
+        optimizer.register_step_pre_hook(before)
+    if not every_after or next(iter(every_after.values())) is not after:
+        _drop(every_after, after)
+        handle = optimizer.register_step_post_hook(after)
+        cast("OrderedDict[int, Any]", every_after).move_to_end(handle.id, last=False)
 
 
 def _drop(hooks: dict[int, Any], hook: Any) -> None:
@@ -96,7 +103,7 @@ def _drop(hooks: dict[int, Any], hook: Any) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)  # beyond that of _uncompiled()
     if _under_way:
         give_up_failed()
     by_position = len(args) > 1 and callable(args[1])
