@@ -266,5 +266,8 @@ def _split(spec: str, tail: str, known: Sequence[str]) -> list[tuple[str, str]]:
         knob_, equals, text = item.partition("=")
         if not equals or not knob_.strip() or not text.strip():
             raise ValueError(f"{spec!r}: {item!r} is not of the form knob=value; known knobs: {', '.join(known)}")
+        if re.search(r"[\s:]\w+\s*=", text):
+            meant = re.sub(r"[\s:,]+(?=\w+\s*=)", ",", tail).replace(" ", "")
+            raise ValueError(f"{spec!r}: commas separate knobs (did you mean '{spec.partition(':')[0].strip()}:{meant}'?)")
         pairs.append((knob_.strip(), text.strip()))
     return pairs

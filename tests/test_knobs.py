@@ -94,6 +94,8 @@ REFUSED = [
     ("topk:ratio", "'ratio' is not of the form knob=value"),
     ("topk:ratio=", "'ratio=' is not of the form knob=value"),
     ("topk:ratio=a", "'topk:ratio=a': ratio=a must be a number"),
+    ("topk:ratio=0.1:momentum=0", "commas separate knobs (did you mean 'topk:ratio=0.1,momentum=0'?)"),
+    ("topk; *.bias=topk:ratio=1, wire=exact : momentum = 0", "knobs (did you mean 'topk:ratio=1,wire=exact,momentum=0'?)"),
     ("topk:nesterov=maybe", "'topk:nesterov=maybe': nesterov=maybe must be true or false"),
     ("qsgd:levels=5.5", "'qsgd:levels=5.5': levels=5.5 must be a whole number"),
     ("topk:0.01", "'0.01' is not of the form knob=value; known knobs: ratio, route, wire, feedback"),
