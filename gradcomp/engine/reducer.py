@@ -65,12 +65,10 @@ class Stats(TypedDict, total=False):
     """Figures of the last step on this rank. A compressor may add figures of its own.
 
     exchanges: what the ranks exchange, in words. grad_norm: of this rank's own gradients, in the last backward pass of an
-    exchange of updates; None for other exchanges. health: of each bucket's residual, at the last measurement. steps: done;
-    of several optimizers, each one's exchange counts. overlap: exchanges overlap with backward. bytes_dense: of what the step
-    exchanged, as float32. bytes_sent: handed to the network;
-    bytes_between_hosts: as much of it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first
-    step. auto: the choice, and its
-    reason.
+    exchange of updates; None before it, and for other exchanges. health: of each bucket's residual, at the last measurement.
+    steps: done; of several optimizers, each one's exchange counts. overlap: exchanges overlap with backward. bytes_dense: of
+    what the step exchanged, as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of it as goes to other
+    hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its reason.
     """
 
     exchanges: str
