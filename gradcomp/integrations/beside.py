@@ -25,7 +25,11 @@ _PARTIAL = (
     "{stem}*.pt are the states of {found} of {ranks} ranks: a rank ended in mid-save, or left its file on another host. Resume "
     "from an older checkpoint; or remove these files on all ranks, to begin with empty residuals"
 )
-
+_NOTHING = (
+    "there is no {stem}*.pt beside the checkpoint: residuals begin empty, and every rank's optimizer with the checkpoint's own "
+    "state. That is right for a checkpoint of a training without gradcomp. If the checkpoint was moved or copied, stop, move "
+    "these files with it, and resume again"
+)
 
 # The key of the optimizers' states in a rank's file.
 _OPTIMIZERS = "optimizers"
@@ -82,6 +86,8 @@ def load(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] 
     files, path = url_to_fs(stem)
     saved, world = _saved(files, path), handle._session.network.world
     if not saved:
+        if handle._session.reducer.on_updates:
+            warn_user(_NOTHING.format(stem=stem))
         return False
     first = _read(files, saved.get(world.rank, next(iter(saved.values()))))
     ranks = first["ranks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 try:
@@ -87,7 +88,10 @@ class GradcompStrategy(DDPStrategy):
         """Load the optimizers' states, and the ranks' states that lie beside the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self.handle is not None and self._resumed is not None:
-            beside.load(self.handle, _stem(self._resumed), beside.own_optimizers([self.handle], self.optimizers))
+            # A link to a checkpoint, as of ModelCheckpoint(save_last="link"), has the files of its target.
+            path = Path(self._resumed)
+            stem = _stem(path.resolve() if path.is_symlink() else self._resumed)
+            beside.load(self.handle, stem, beside.own_optimizers([self.handle], self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the ranks' states beside it."""

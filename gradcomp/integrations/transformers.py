@@ -70,10 +70,14 @@ def attach(
         make_accelerator()
         set_handler()
 
+    def load(folder: str | None) -> None:
+        if folder is not None:  # of a training that does not resume
+            handler().load(folder)
+
     set_handler()
     trainer.create_accelerator_and_postprocess = make_again  # hyperparameter_search() calls it in each trial
     _extend(trainer, "_save_optimizer_and_scheduler", lambda folder: handler().save(folder))
-    _extend(trainer, "_load_optimizer_and_scheduler", lambda folder: handler().load(folder), follows=True)
+    _extend(trainer, "_load_optimizer_and_scheduler", load, follows=True)
     _extend(trainer, "log", lambda logs, *rest: _add_figures(logs, handler()))
     return cast(Handle, _Later(handler))
 

@@ -96,8 +96,11 @@ else:
     found["whole"] = train("whole", GradcompStrategy(spec))
     found["resumed"] = train("resumed", GradcompStrategy(spec), resumes=str(folder / "whole" / "epoch=0.ckpt"))
     found["clipped"] = train("clipped", GradcompStrategy(spec), gradient_clip_val=1.0)
-    half = str(folder / "clipped" / "epoch=0.ckpt")
-    found["clipped resumed"] = train("again", GradcompStrategy(spec), resumes=half, gradient_clip_val=1.0)
+    half = folder / "clipped" / "half.ckpt"
+    if torch.distributed.get_rank() == 0:
+        half.symlink_to("epoch=0.ckpt")
+    torch.distributed.barrier()
+    found["clipped resumed"] = train("again", GradcompStrategy(spec), resumes=str(half), gradient_clip_val=1.0)
     found["accumulated"] = train("accumulated", GradcompStrategy(spec), accumulate_grad_batches=2)
     found["scaled"] = train("scaled", GradcompStrategy(spec), plugins=[MixedPrecision("16-mixed", "cpu")])
     found["RAdam"] = train("radam", GradcompStrategy("auto"), "RAdam")

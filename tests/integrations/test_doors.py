@@ -37,8 +37,16 @@ class DdpKwargs:
 
 
 class DDPStrategy:
+    optimizers = ()
+
     def __init__(self, **options: Any):
         self.options = options
+
+    def load_checkpoint(self, checkpoint_path: Any) -> dict[str, Any]:
+        return {}
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        pass
 
 
 def stand_ins(way: str = "MULTI_CPU", **versions: str) -> dict[str, ModuleType]:
@@ -194,9 +202,9 @@ def test_the_page_names_the_tested_versions() -> None:
 class Held:
     """A handle of one rank of several, as far as files go."""
 
-    def __init__(self, rank: int, ranks: int):
-        world = SimpleNamespace(rank=rank, size=ranks)
-        self._session = SimpleNamespace(network=SimpleNamespace(world=world))
+    def __init__(self, rank: int, ranks: int, *, on_updates: bool = False):
+        world, reducer = SimpleNamespace(rank=rank, size=ranks), SimpleNamespace(on_updates=on_updates)
+        self._session = SimpleNamespace(network=SimpleNamespace(world=world), reducer=reducer)
         self.loaded: Any = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,6 +251,23 @@ def test_files_of_a_save_that_did_not_end_are_refused(tmp_path: Path) -> None:
     assert beside.load(own, f"{tmp_path}/rank") and own.loaded == ["2"]  # as on hosts with folders of their own
 
 
+def test_a_checkpoint_that_is_a_link_has_the_files_of_its_target(door: Any, tmp_path: Path) -> None:
+    """Lightning's ModelCheckpoint(save_last="link") makes one."""
+    saved(f"{tmp_path}/epoch=1.ckpt.gradcomp-rank", 2)
+    (tmp_path / "epoch=1.ckpt").touch()
+    (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
+    strategy = door("lightning").GradcompStrategy()
+    strategy.handle = Held(1, 2)
+    strategy.load_checkpoint(f"{tmp_path}/last.ckpt")
+    strategy.load_optimizer_state_dict({})
+    assert strategy.handle.loaded == ["1"]
+
+
+def test_a_checkpoint_whose_files_are_missing_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=re.escape(f"there is no {tmp_path}/rank*.pt")):
+        assert not beside.load(Held(0, 2, on_updates=True), f"{tmp_path}/rank")
+
+
 def stepped(slope: float) -> torch.optim.SGD:
     """Make an optimizer whose moment is this slope."""
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -283,7 +308,8 @@ def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
     given._load_optimizer_and_scheduler = lambda folder: acts.append(f"trainer {folder}")
     door("transformers").attach(given, "topk")
     given.accelerator.ddp_handler.load = lambda folder: acts.append(f"rank {folder}")
-    given._load_optimizer_and_scheduler("first")
+    for folder in (None, "first"):  # the Trainer calls it at every beginning
+        given._load_optimizer_and_scheduler(folder)
     handler = door("accelerate").Handler("topk")
 
     class Accelerator(sys.modules["accelerate"].Accelerator):  # type: ignore[name-defined, misc]
@@ -306,7 +332,7 @@ def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
     accelerator.prepare(torch.nn.Linear(1, 1))
     handler.load = lambda folder: acts.append(f"rank {folder}")
     accelerator.load_state("second")
-    assert acts == ["trainer first", "rank first", "trainer second", "rank second"]
+    assert acts == ["trainer None", "trainer first", "rank first", "trainer second", "rank second"]
 
 
 def test_figures_are_numbers_and_few() -> None:
