@@ -39,6 +39,7 @@ ROOMS = [
     "compressors",
     "engine",
     "engine/slots",
+    "engine/digests",
     "engine/context",
     "engine/updates",
     "engine/updates/hidden_momentum",
@@ -342,7 +343,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_560, 119), "scripts": (10_300, 82), "tests": (35_190, 264)}
+TOTALS = {"gradcomp": (16_570, 119), "scripts": (10_300, 82), "tests": (35_260, 264)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -17,13 +17,19 @@ from torch import Tensor
 from gradcomp.core.requests import Gather
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
+from gradcomp.engine.digests import differences, digests
 from gradcomp.engine.reducer import Reducer, Traffic
 from gradcomp.engine.session import Session
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
 from gradcomp.networks import Answer
-from gradcomp.telemetry import replicas
+
+_DIVERGED = (
+    "the replicas have diverged: before the optimizer's step {step}, {parted}. Start all ranks from a state before that, and "
+    "look for a change of weights on some ranks only: weights not broadcast at the start, another learning rate, a step that "
+    "one rank leaves out, a failing memory"
+)
 
 # A record: names, and figures that JSON knows.
 Record = dict[str, Any]
@@ -95,8 +101,8 @@ class Observer:
         self._counted += 1
         step, network, weights = reducer.steps_done, reducer.network, self._weights
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.updates.lags))
-            found = network.start(Gather(digests), "telemetry's check of the replicas")
+            own = payloads.wrap(digests(weights, counts=not self._watched.updates.lags))
+            found = network.start(Gather(own), "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._figures:
             self._asked.append(lambda: self._record(reducer, step))
@@ -114,7 +120,9 @@ class Observer:
         number = self._watched.network.world.number
 
         def read() -> None:
-            replicas.check(names, {number(rank): [int(x) for x in own.all()] for rank, own in enumerate(found)}, step)
+            parted = differences(names, {number(rank): [int(x) for x in own.all()] for rank, own in enumerate(found)})
+            if parted:
+                raise RuntimeError(_DIVERGED.format(step=step, parted=parted))
 
         self._read(read, replies[0]["bytes"])
 

@@ -7,7 +7,7 @@ where each would otherwise wait for a message that never comes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,13 @@ _PARTED = (
 
 
 class Agreement:
-    """The records of one session. The last ones of a GPU are looked at with the next, so that no step waits for it."""
+    """The records of one session. The last ones of a GPU are looked at with the next, so that no step waits for it.
 
-    def __init__(self, network: Connection):
-        self._network = network
+    layers: those of each optimizer, in words, by its number.
+    """
+
+    def __init__(self, network: Connection, layers: Mapping[int, str]):
+        self._network, self._layers = network, layers
         self._found: HostCopy | None = None
         self._answer: Answer | None = None
 
@@ -74,20 +77,24 @@ class Agreement:
         for i in range(4, len(numbers), 4):
             if numbers[i : i + 3] != first:
                 records = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 4)]
-                raise self._network.failure(_PARTED.format(places=_in_words(records, self._network)))
+                raise self._network.failure(_PARTED.format(places=_in_words(records, self._network, self._layers)))
 
 
-def _in_words(records: Sequence[tuple[float, ...]], network: Connection) -> str:
+def _in_words(records: Sequence[tuple[float, ...]], network: Connection, layers: Mapping[int, str]) -> str:
     first = next(i for i, each in enumerate(records) if each != records[0])
-    world = network.world
-    return " and ".join(f"rank {world.number(rank)} {_place(records[rank])}" for rank in (0, first))
+    several = len({number for kind, number, _ in records if kind == STEP} | layers.keys()) > 1
+    return " and ".join(
+        f"rank {network.world.number(rank)} {_place(records[rank], layers if several else None)}" for rank in (0, first)
+    )
 
 
-def _place(record: Sequence[float]) -> str:
+def _place(record: Sequence[float], layers: Mapping[int, str] | None) -> str:
+    """Say where a rank is. layers: None where all have one optimizer."""
     kind, number, step = record
     if kind == BACKWARD:
         return f"is in a backward pass after {int(step)} exchanges"
-    which = "" if number == 0 else f" of optimizer {int(number)}"
+    of = None if layers is None else layers.get(int(number))
+    which = "" if layers is None else " of another optimizer" if of is None else f" of the optimizer of {of}"
     return f"is in step {int(step) + 1}{which}"
 
 

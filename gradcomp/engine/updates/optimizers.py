@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,12 @@ _UNFROZEN = (
 class Trained:
     """An optimizer that trains some of the parameters.
 
-    number: by which ranks name it. names: of its layers. momentum: hidden while it steps. never_exchanged: its parameters that
-    were frozen at set-up, by name. exchanges: done after its steps since a state was loaded. has_begun: its step is under way;
-    inside: steps of its own that this one has called. is_new: what its moments have not delivered yet is to go into the
-    residual. reducer, buckets: those of its layers. waiting: those that no inner step has exchanged. clips: some of them cut
-    the gradients. rules: of the buckets. settings: of the groups, when the rules were made.
+    number: of its layers, by which ranks name it: each may find optimizers in an order of its own. names: of its layers.
+    momentum: hidden while it steps. never_exchanged: its parameters that were frozen at set-up, by name. exchanges: done after
+    its steps since a state was loaded. has_begun: its step is under way; inside: steps of its own that this one has called.
+    is_new: what its moments have not delivered yet is to go into the residual. reducer, buckets: those of its layers. waiting:
+    those that no inner step has exchanged. clips: some of them cut the gradients. rules: of the buckets. settings: of the
+    groups, when the rules were made.
     """
 
     number: int
@@ -56,10 +58,10 @@ class Trained:
 
 
 class Optimizers:
-    """The optimizers of one session. An optimizer's number is its place in the order in which they were found.
+    """The optimizers of one session.
 
-    parts: of each layer (see _divide). has_moments: a first moment in an optimizer's state is of gradients before the exchange
-    of updates.
+    layers: those of each, in words, by its number. parts: of each layer (see _divide). has_moments: a first moment in an
+    optimizer's state is of gradients before the exchange of updates.
     """
 
     def __init__(self, slots: Slots):
@@ -70,6 +72,7 @@ class Optimizers:
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
         # The momentum of each layer, of the optimizers that train the same layers.
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
         self.has_moments = True
 
@@ -90,7 +93,7 @@ class Optimizers:
 
     def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
         """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
-        seen = (steps.changes, *[each for group in optimizer.param_groups for each in (id(group), len(group["params"]))])
+        seen = (steps.changes, *[each for group in optimizer.param_groups for each in (id(group), *map(id, group["params"]))])
         known = self._known.get(optimizer)
         if known is None or known[0] != seen:
             found = self._look_at(optimizer, given, None if known is None else known[1])
@@ -111,8 +114,11 @@ class Optimizers:
             return None
         momentum = HiddenMomentum(optimizer, given, self.names, steps.exchanged())
         momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
-        number = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
-        self._sets[number : number + 1] = [momenta]
+        place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
+        self._sets[place : place + 1] = [momenta]
+        number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
+        first, *others = momenta
+        self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
         found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
         found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]

@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Gather
 from gradcomp.engine import state
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import layer_rates
+from gradcomp.engine.digests import differences, digests
 from gradcomp.engine.feedback import cut_factors
 from gradcomp.engine.phases import Phase
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import local
 from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGradients
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, decay_of
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, decay_of, kept_weights
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import give_up_failed, makes_state, warn_user
+from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Memory
 
 _IN_BACKWARD = (
@@ -63,6 +66,20 @@ _NEVER_STEPPED = (
     'at least one batch, or take the spec "blocks", which exchanges gradients'
 )
 
+_KEEPS_WEIGHTS = (
+    "{name} keeps weights of its own ({key!r} in its state), which each rank moves by its own gradients: they drift apart, and "
+    'the training may diverge. Take the spec "blocks", which exchanges gradients, or another optimizer'
+)
+
+
+# After the first so many exchanges of an optimizer, and then every so many, the ranks compare their weights.
+FIRST_COMPARED, COMPARED_EVERY = (10, 100), 1000
+_APART = (
+    "after {count} steps, {parted}: updates move all ranks alike, so the program moves weights on some ranks only, or by each "
+    "rank's own gradients beside the optimizer's steps. Let all ranks make the same changes, or take the spec "
+    '"blocks", which exchanges gradients'
+)
+
 
 class StepExchange:
     """The exchange of updates of one session: what it does around backward passes and steps, of which steps.py tells it.
@@ -77,7 +94,7 @@ class StepExchange:
     def __init__(self, session: Any):
         self.session = weakref.proxy(session)
         self.optimizers = Optimizers(session.slots)
-        self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network)
+        self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network, self.optimizers.layers)
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
         self.in_step = 0
         self.keeps_residuals = False
@@ -266,6 +283,8 @@ class StepExchange:
         size = self.session.network.world.size
         try:
             if size > 1:
+                if buckets and not trained.exchanges and (key := kept_weights(optimizer)):
+                    warn_user(_KEEPS_WEIGHTS.format(name=class_of(optimizer).__name__, key=key))
                 self._agreement.begin(STEP, trained.number, trained.reducer.steps_done)
             skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
             if isinstance(skipped, Tensor) and not skipped.is_cuda and bool(skipped):
@@ -285,8 +304,19 @@ class StepExchange:
                     bucket.progress.go_back()
             raise
         trained.exchanges += 1
+        if size > 1 and (trained.exchanges in FIRST_COMPARED or trained.exchanges % COMPARED_EVERY == 0):
+            self._compare(trained.exchanges)
         self._passes = 0
         self._stepped.append(weakref.ref(optimizer))
+
+    def _compare(self, count: int) -> None:
+        """Warn if the ranks' weights are not equal."""
+        network, weights = self.session.network, self.session.slots.parameters
+        own = payloads.wrap(digests(weights, counts=not self.lags))
+        replies = network.start(Gather(own), "a comparison of the ranks' weights")()
+        found = {network.world.number(rank): reply["bytes"].tolist() for rank, reply in enumerate(replies)}
+        if parted := differences([*weights], found):
+            warn_user(_APART.format(count=count, parted=parted))
 
     def give_up(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo a step that has raised an error: it exchanges nothing."""

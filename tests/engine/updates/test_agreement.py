@@ -54,7 +54,22 @@ def test_ranks_that_step_optimizers_in_other_orders_are_named() -> None:
     turned = ours.ranks[1]
     found = outcomes(ours, lambda rank: [rank.step(each) for each in rank.optimizers[:: -1 if rank is turned else 1]])
     for text in found:
-        assert "the ranks have parted: rank 0 is in step" in text and "of optimizer" in text
+        assert (
+            "the ranks have parted: rank 0 is in step 7 of the optimizer of" in text
+            and "1 is in step 7 of the optimizer of" in text
+        )
+
+
+def test_ranks_that_first_step_alike_optimizers_in_other_orders_are_named() -> None:
+    """Their messages are of one size: each layer would get the other one's update."""
+    shapes = {"a": (4, 3), "b": (4, 3)}
+    ours = Replicas(SPEC, lambda weights: [SGD([each], lr=0.1) for each in weights], shapes, 2)
+    ours.exchange(draw(0, shapes, 2))
+    turned = ours.ranks[1]
+    found = outcomes(ours, lambda rank: [rank.step(each) for each in rank.optimizers[:: -1 if rank is turned else 1]])
+    first, second = "rank 0 is in step 1 of the optimizer of 'a'", "rank 1 is in step 1 of the optimizer of 'b'"
+    assert f"{first} and rank 1 is in step 1 of another optimizer. " in found[0]
+    assert f"rank 0 is in step 1 of another optimizer and {second}. " in found[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

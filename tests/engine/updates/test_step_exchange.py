@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
 
 from gradcomp.engine import reducer
-from gradcomp.engine.updates.step_exchange import PASSES_BEFORE_WARNING
+from gradcomp.engine.updates.step_exchange import FIRST_COMPARED, PASSES_BEFORE_WARNING
 
 ALL = "topk:ratio=1,wire=exact"
 plain = partial(SGD, lr=0.1)
@@ -51,6 +51,18 @@ def test_updates_travel_in_four_buckets_at_most_unless_told(given: float | None,
     assert len(ours.ranks[0].session.reducer.buckets) == count
 
 
+@pytest.mark.parametrize("spec", ["topk:ratio=0.05", "sign"])
+def test_weights_that_a_program_moves_on_one_rank_alone_are_noticed(spec: str) -> None:
+    """Updates move all ranks alike, also from unlike starts."""
+    ours = Replicas(spec, sgd, ranks=3)
+    for step in range(FIRST_COMPARED[0] - 1):
+        ours.step(draw(step, ranks=3))
+    with torch.no_grad():
+        ours.ranks[1].weights["0.bias"].add_(1e-3)
+    with pytest.warns(UserWarning, match=r"after 10 steps, rank 1 has other weights of '0.bias' than ranks 0, 2 \(1 of"):
+        ours.step(draw(20, ranks=3))
+
+
 def test_what_waits_of_an_optimizer_stays_while_another_one_steps() -> None:
     ours = Replicas("topk:ratio=0.05", two, ranks=2).train(5)
     before = ours.residual()
@@ -71,6 +83,19 @@ def test_an_optimizer_that_replaces_another_keeps_what_waits() -> None:
     assert any(before[name].any() for name in SHAPES)
     left = sum(float((before[name] == after[name]).sum()) for name in SHAPES)
     assert left > 0.8 * sum(before[name].numel() for name in SHAPES), "5 % are sent, and nothing else changes"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parameters_that_replace_others_in_a_group_are_exchanged(whole: bool) -> None:
+    """As where a program trains one block after another: by a new list of as many, or by one in another's place."""
+    ours = Replicas(ALL, lambda weights: plain([*weights][:2]), dict.fromkeys("abcd", (4, 3)), 2).train(2)
+    for rank in ours.ranks:
+        _, _, c, d = rank.weights.values()
+        if whole:
+            rank.optimizer.param_groups[0]["params"] = [c, d]
+        else:
+            rank.optimizer.param_groups[0]["params"][1] = c
+    ours.train(2, 2)
 
 
 def test_an_optimizer_of_another_model_is_none_of_its_business() -> None:

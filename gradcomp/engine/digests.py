@@ -1,4 +1,4 @@
-"""The check of the replicas: digests of all weights, computed where they lie, which must be the same on all ranks."""
+"""Digests of weights, computed where they lie, by which ranks see that theirs are the same."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ def _factors(count: int, device: torch.device) -> Tensor:
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def check(names: Sequence[str], by_rank: Mapping[int, Sequence[int]], step: int) -> None:
-    """Raise an error if ranks have other digests. It names the first layer, and the ranks that differ from most."""
+def differences(names: Sequence[str], by_rank: Mapping[int, Sequence[int]]) -> str:
+    """Say in words which ranks have other digests, as "rank 3 has other weights of 'a' than ranks 0 to 2"; "" if none has.
+
+    The first layer is named, and the ranks that differ from most.
+    """
     counted = {rank: own[1:] for rank, own in by_rank.items() if own[0]}
     different = [i for i in range(len(names)) if len({own[i] for own in counted.values()}) > 1]
     if not different:
-        return
+        return ""
     groups: dict[int, list[int]] = {}
     for rank, own in counted.items():
         groups.setdefault(own[different[0]], []).append(rank)
     most = max(groups.values(), key=len)
     others = sorted(rank for group in groups.values() if group is not most for rank in group)
     have = "have" if len(others) > 1 else "has"
-    raise RuntimeError(
-        f"the replicas have diverged: before the optimizer's step {step}, {in_words(others)} {have} other weights of "
-        f"{names[different[0]]!r} than {in_words(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from "
-        "a state before that, and look for a change of weights on some ranks only: weights not broadcast at the start, "
-        "another learning rate, a step that one rank leaves out, a failing memory"
+    return (
+        f"{in_words(others)} {have} other weights of {names[different[0]]!r} than {in_words(most)} ({len(different)} of "
+        f"{len(names)} layers differ)"
     )

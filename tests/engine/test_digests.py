@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import telemetry
-from gradcomp.telemetry import replicas
+from gradcomp.engine.digests import differences, digests
 
 SPARSE = "topk:ratio=0.05"
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
@@ -26,17 +26,17 @@ def test_every_bit_counts(dtype: torch.dtype, n: int, seed: int, data: st.DataOb
     weight = torch.empty(n, dtype=dtype)
     raw = weight.view(torch.uint8)
     raw.copy_(torch.randint(0, 2 if dtype == torch.bool else 256, raw.shape, generator=torch.Generator().manual_seed(seed)))
-    before = replicas.digests({"w": weight})
-    assert torch.equal(before, replicas.digests({"w": weight.clone()})) and len(before) == 2
+    before = digests({"w": weight})
+    assert torch.equal(before, digests({"w": weight.clone()})) and len(before) == 2
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] ^= 1 if dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
-    assert not torch.equal(before, replicas.digests({"w": weight}))
+    assert not torch.equal(before, digests({"w": weight}))
 
 
 def test_order_and_length_count() -> None:
     weight = torch.arange(1.0, 5.0)
     found = [weight, weight.flip(0), weight[[1, 0, 2, 3]], weight[:3], torch.zeros(3), torch.zeros(4), weight.view(2, 2).T]
-    assert len({int(replicas.digests({"w": each})[1]) for each in found}) == len(found)
+    assert len({int(digests({"w": each})[1]) for each in found}) == len(found)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 64, 1000])
@@ -46,7 +46,7 @@ def test_changes_that_mirror_one_another_count(n: int) -> None:
     ends[[0, -1]], middle = 1.0, torch.zeros(2 * n)
     middle[[n - 1, n]] = 1.0
     for one, other in ((eye, eye.flip(0)), (ends, middle)):
-        assert not torch.equal(replicas.digests({"w": one}), replicas.digests({"w": other}))
+        assert not torch.equal(digests({"w": one}), digests({"w": other}))
     generator = torch.Generator().manual_seed(n)
     weight = torch.randn(n, generator=generator)
     for _ in range(300):  # the smallest changes of all entries, in random directions
@@ -54,29 +54,26 @@ def test_changes_that_mirror_one_another_count(n: int) -> None:
             torch.float32
         )
         same = torch.equal(changed, weight)
-        assert same == torch.equal(replicas.digests({"w": weight}), replicas.digests({"w": changed}))
+        assert same == torch.equal(digests({"w": weight}), digests({"w": changed}))
 
 
 def test_a_view_has_the_digest_of_its_entries() -> None:
     weight = torch.randn(6, 4)
-    assert torch.equal(replicas.digests({"w": weight[:, 1]}), replicas.digests({"w": weight[:, 1].contiguous()}))
+    assert torch.equal(digests({"w": weight[:, 1]}), digests({"w": weight[:, 1].contiguous()}))
 
 
-def test_the_error_names_the_first_layer_and_the_ranks_in_the_minority() -> None:
-    replicas.check(["a", "b"], {rank: [1, 1, 2] for rank in range(4)}, 10)
-    with pytest.raises(
-        RuntimeError, match="before the optimizer's step 10, rank 2 has other weights of 'b' than ranks 0, 1, 3 "
-    ):
-        replicas.check(["a", "b"], {0: [1, 1, 2], 1: [1, 1, 2], 2: [1, 1, 3], 3: [1, 1, 2]}, 10)
-    with pytest.raises(RuntimeError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"):
-        replicas.check(["a", "b"], {0: [1, 1, 2], 1: [1, 7, 2], 2: [1, 7, 9], 3: [1, 1, 2]}, 10)
+def test_words_name_the_first_layer_and_the_ranks_in_the_minority() -> None:
+    assert differences(["a", "b"], {rank: [1, 1, 2] for rank in range(4)}) == ""
+    one = {0: [1, 1, 2], 1: [1, 1, 2], 2: [1, 1, 3], 3: [1, 1, 2]}
+    assert differences(["a", "b"], one).startswith("rank 2 has other weights of 'b' than ranks 0, 1, 3 ")
+    two = {0: [1, 1, 2], 1: [1, 7, 2], 2: [1, 7, 9], 3: [1, 1, 2]}
+    assert differences(["a", "b"], two) == "ranks 1, 2 have other weights of 'a' than ranks 0, 3 (2 of 2 layers differ)"
 
 
 def test_ranks_whose_weights_lag_behind_do_not_count() -> None:
-    assert replicas.digests({}, False).tolist() == [0]
-    replicas.check(["a"], {0: [1, 5], 1: [0, 6], 2: [1, 5]}, 10)
-    with pytest.raises(RuntimeError, match="rank 5 has other weights of 'a' than rank 1 "):
-        replicas.check(["a"], {1: [1, 5], 3: [0, 6], 5: [1, 7]}, 10)
+    assert digests({}, False).tolist() == [0]
+    assert differences(["a"], {0: [1, 5], 1: [0, 6], 2: [1, 5]}) == ""
+    assert "rank 5 has other weights of 'a' than rank 1 " in differences(["a"], {1: [1, 5], 3: [0, 6], 5: [1, 7]})
 
 
 def joined() -> Any:
