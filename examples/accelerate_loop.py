@@ -1,7 +1,6 @@
 """A loop with Accelerate, and one new line: torchrun --nproc-per-node 2 examples/accelerate_loop.py. It needs accelerate."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from gradcomp.integrations.accelerate import Handler
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--folder", default=tempfile.gettempdir() + "/gradcomp-accelerate", help="of checkpoints")
+parser.add_argument("--folder", default="gradcomp-accelerate", help="of checkpoints")
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, with any number of ranks")
 options = parser.parse_args()
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import gradcomp
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "gradcomp-fabric", help="of checkpoints")
+parser.add_argument("--folder", type=Path, default=Path("gradcomp-fabric"), help="of checkpoints")
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, with any number of ranks")
 options = parser.parse_args()
 

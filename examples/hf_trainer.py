@@ -2,7 +2,6 @@
 
 import argparse
 import pydoc
-import tempfile
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -12,7 +11,7 @@ from gradcomp.integrations.transformers import attach
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--folder", default=tempfile.gettempdir() + "/gradcomp-hf-trainer", help="of checkpoints")
+parser.add_argument("--folder", default="gradcomp-hf-trainer", help="of checkpoints")
 parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, with any number of ranks")
 options = parser.parse_args()
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import tempfile
 
 import lightning
 import torch
@@ -16,7 +15,7 @@ from gradcomp.integrations.lightning import GradcompStrategy
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--folder", default=tempfile.gettempdir() + "/gradcomp-lightning", help="of checkpoints")
+parser.add_argument("--folder", default="gradcomp-lightning", help="of checkpoints")
 parser.add_argument("--resume", help="a checkpoint to go on from, with any number of ranks")
 options = parser.parse_args()
 

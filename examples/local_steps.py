@@ -47,7 +47,7 @@ def gathered(own: Any) -> list[Any]:
 
 saved = {int(file.stem): file for file in (options.folder / f"rank-{rank}").glob("*.pt")}
 if common := set.intersection(*([{*steps} for steps in gathered([*saved]) if steps] or [set()])):
-    states = gathered(torch.load(saved[max(common)]) if saved else None)
+    states = gathered(torch.load(saved[max(common)], weights_only=True) if saved else None)
     local.load_state_dict([state for state in states if state is not None])
 
 losses = []

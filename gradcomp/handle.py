@@ -163,6 +163,6 @@ class Handle:
             ValueError: The state does not fit, or is damaged. Nothing of it is loaded.
 
         Example:
-            >>> handle.load_state_dict([torch.load(f"rank-{rank}.pt") for rank in range(world)])
+            >>> handle.load_state_dict([torch.load(f"rank-{rank}.pt", weights_only=True) for rank in range(world)])
         """
         self._session.resume.load_state_dict(state, None if self._session.turns is None else make)

@@ -17,21 +17,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp import saved
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.bucket import GRADIENT_TYPES
-from gradcomp.engine.fragments import (
-    Buffers,
-    Fragment,
-    RollCall,
-    divided,
-    take_those_of_rank_0,
-    with_those_gone,
-)
+from gradcomp.engine.buffers import Buffers
+from gradcomp.engine.fragments import Fragment, divided, with_those_gone
+from gradcomp.engine.meeting import run
+from gradcomp.engine.outside_steps import OutsideSteps
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
+from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import Parameters, Slot, Slots, check_optimizer
+from gradcomp.engine.slots import Parameters, Slots, check_optimizer
 from gradcomp.engine.updates.steps import calling_scaler, inform, warn_user
+from gradcomp.engine.weight_copies import WeightCopies
 from gradcomp.networks import Connection
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.spec import auto_of, make
@@ -64,8 +63,8 @@ _MISSING = (
     "out, and what their residuals held. If these ranks are not gone, load the list of all ranks' states on every rank"
 )
 _FAILED = (
-    "the progress of some rank was not finite: all ranks go back to the weights after the last synchronization, and the "
-    "steps since then are lost, but for what a residual keeps"
+    "the progress of some rank was not finite: all ranks go back to the weights and buffers after the last synchronization, "
+    "and the steps since then are lost, but for what a residual keeps"
 )
 
 
@@ -88,7 +87,7 @@ class LocalStats(TypedDict):
 class LocalSteps:
     """An optimizer whose ranks exchange their progress every so many steps, and nothing in between.
 
-    All ranks begin with rank 0's weights. The floating-point buffers of the model, such as BatchNorm's, become their means.
+    All ranks begin with rank 0's weights and buffers. Floating-point buffers that change, as BatchNorm's, become their means.
 
     Args:
         model: The model, without DistributedDataParallel.
@@ -143,26 +142,31 @@ class LocalSteps:
         if momentum >= 1:
             raise ValueError(f"outer_momentum={outer_momentum!r} must be below 1")
         self._model, self._optimizer, self._interval = model, optimizer, self._every // count
-        # moved: a step came since all ranks had equal weights.
-        self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total", "moved"), 0)
+        self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total"), 0)
         self._under_way: Fragment | None = None
-        self._buffers = Buffers(model)
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
-        self._roll_call = RollCall(self._network)
+        self._roll_call, self._buffers = RollCall(self._network), Buffers(model, self._network)
+        self._owes_buffers = self._have_unlike_buffers = False
         terms = f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
-        door = Door(agreed={"local steps": terms})
-        self._fragments = [
-            Fragment(part, Session(compressor, slots, self._network, Options(seed=seed + i), door))
-            for i, part in enumerate(divided(weights, count))
-            for slots in [Slots([Slot(name, each.shape, each.device) for name, each in part.items()])]
-        ]
+        door = Door(agreed={"local steps": terms, "buffers": ", ".join(self._buffers.present)})
+
+        def session(slots: Slots) -> Session:
+            return Session(compressor, slots, self._network, Options(seed=seed + len(self._fragments)), door)
+
+        self._fragments: list[Fragment] = []
+        copies = WeightCopies(optimizer)
+        for part in divided(weights, count):
+            self._fragments.append(Fragment(part, copies, session))
         for fragment in self._fragments:
             fragment.session.meet()
-        take_those_of_rank_0([*model.named_parameters(), *self._buffers.named], self._network)
+        for name, each in model.named_parameters():
+            take_that_of_rank_0(each, self._network, f"weights of {name}")
+        self._buffers.begin_at_those_of_rank_0()
         for fragment in self._fragments:
             fragment.begin_at_weights(rate, momentum)
+        self._outside = OutsideSteps(optimizer)
         inform(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
 
     # A GradScaler calls step() in every step then, and tells it by found_inf and grad_scale.
@@ -176,24 +180,25 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the optimizer. After every so many, synchronize."""
-        loss = None if self._is_skipped() else self._optimizer.step() if closure is None else self._optimizer.step(closure)
+        with self._outside.inside():
+            loss = None if self._is_skipped() else self._optimizer.step() if closure is None else self._optimizer.step(closure)
         counts = self._counts
         counts["steps"] += 1
         counts["in_round"] += 1
-        counts["moved"] = 1
         part, rest = divmod(counts["in_round"], self._interval)
         if not rest:
             self._check_parameters()
             self._apply()
-            self._roll_call.begin(False, counts["in_round"], True)
-            if len(self._fragments) == 1:
-                self._check_places()
-            self._begin((part - 1) % len(self._fragments))  # the round is longer after one that failed
-            if len(self._fragments) == 1:
+            part = (part - 1) % len(self._fragments)  # the round is longer after one that failed
+            moved = self._call_roll(False, [part])
+            if len(self._fragments) > 1:
+                self._begin(part, self._of(part, moved))
+            else:
+                self._end_roll_call()
+                self._begin(part)
                 self._apply()
-                counts["moved"] = 0
         elif rest == self._interval // 2 and self._under_way is not None:
-            self._check_places()
+            self._end_roll_call()
             self._under_way.session.reducer.advance()  # the second message of an exchange that has two
         return loss
 
@@ -214,20 +219,20 @@ class LocalSteps:
         self._optimizer.zero_grad(set_to_none)
 
     def flush(self) -> None:
-        """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it.
+        """Synchronize now, if any rank has moved since the last time: all ranks have equal weights then. All ranks call it.
 
         Raises:
             RuntimeError: Another rank synchronizes after a step in the meantime. It raises there, too.
         """
         self._check_parameters()
         self._apply()
-        self._roll_call.begin(True, self._counts["in_round"], self._counts["moved"])
-        if not any(moved for *_, moved in self._check_places()):
+        self._call_roll(True, range(len(self._fragments)))
+        self._end_roll_call()
+        if not any(self._roll_call.flags):
             return
         for part in range(len(self._fragments)):
             self._begin(part)
             self._apply()
-        self._counts["moved"] = 0
 
     def stats(self) -> LocalStats:
         """Return figures of the training on this rank.
@@ -258,8 +263,9 @@ class LocalSteps:
         return {
             "every": self._every,
             "counts": dict(self._counts),
-            "buffers": {name: each.clone() for name, each in self._buffers.named},
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "buffers": self._buffers.state_dict(),
+            "optimizer": (optimizer := copy.deepcopy(self._optimizer.state_dict())),
+            "form": saved.form(optimizer),
             "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
@@ -278,44 +284,86 @@ class LocalSteps:
         states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else []
         if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
             raise ValueError("load_state_dict() got no state of LocalSteps; pass the result of state_dict(), or a list of them")
-        if any([f.starts.keys() for f in self._fragments] != [s["starts"].keys() for s in e["fragments"]] for e in states):
-            raise ValueError(
-                "the state is of a model with other parameters, or of other fragments; load it as it was saved: with the same "
-                "model and fragments="
-            )
-        if any(each["every"] != self._every for each in states):
-            raise ValueError(
-                f"the state has every={states[0]['every']}, and LocalSteps() got every={self._every}: make them equal"
-            )
+        try:
+            for each in states:
+                self._check_state(each)
+            parts = [[*each] for each in zip(*[saved.sequence(each, "fragments") for each in states], strict=True)]
+            parts = parts if isinstance(state, Mapping) else [with_those_gone(each) for each in parts]
+            flows = [fragment.loading(every) for fragment, every in zip(self._fragments, parts, strict=True)]
+            for flow in flows:
+                next(flow)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise ValueError(f"the state is damaged ({type(error).__name__}: {error}); load another one") from error
         self._apply()
         rank = self._network.world.rank
         own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
         given = states[0] if own is None else own
-        missing = 0
-        for i, fragment in enumerate(self._fragments):
-            of_ranks = [each["fragments"][i] for each in states]
-            every = of_ranks if isinstance(state, Mapping) else with_those_gone(of_ranks)
-            missing = len(every) - len(of_ranks)
-            fragment.load_state_dict(every, None if own is None else own["fragments"][i])
-        if missing:
-            warn_user(_MISSING.format(missing=missing, ranks=missing + len(states)))
-        for name, buffer in self._buffers.named:
-            buffer.copy_(given["buffers"][name])
+        for flow in flows:
+            run(flow)
         self._optimizer.load_state_dict(given["optimizer"])
-        self._counts = dict(given["counts"])
+        for i, fragment in enumerate(self._fragments):
+            fragment.load_state_dict(states[0]["fragments"][i], None if own is None else own["fragments"][i])
+        if missing := len(parts[0]) - len(states):
+            warn_user(_MISSING.format(missing=missing, ranks=missing + len(states)))
+        self._buffers.load_state_dict(given["buffers"])
+        self._counts = {name: given["counts"][name] for name in self._counts}
 
-    def _begin(self, part: int) -> None:
-        """Begin the exchange of a fragment. None is under way."""
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state that does not fit, or is damaged."""
+        parts = saved.sequence(state, "fragments")
+        if [[*fragment.starts] for fragment in self._fragments] != [[*saved.table(part, "starts")] for part in parts]:
+            raise ValueError(
+                "the state is of a model with other parameters, or of other fragments; load it as it was saved: with the same "
+                "model and fragments="
+            )
+        if (every := saved.read_int(state, "every", 1)) != self._every:
+            raise ValueError(f"the state has every={every}, and LocalSteps() got every={self._every}: make them equal")
+        for name in self._counts:
+            saved.read_int(saved.table(state, "counts"), name)
+        for fragment, part in zip(self._fragments, parts, strict=True):
+            fragment.check(part)
+        self._buffers.check(saved.table(state, "buffers"))
+        optimizer = saved.table(state, "optimizer")
+        saved.check_form(optimizer, saved.table(state, "form"), "the optimizer's state")
+        groups = [saved.sequence(each, "params") for each in saved.sequence(optimizer, "param_groups")]
+        if groups != [each["params"] for each in self._optimizer.state_dict()["param_groups"]]:
+            raise ValueError("the state is of an optimizer of other parameters; load it into one that is made alike")
+
+    def _call_roll(self, flushes: bool, parts: Sequence[int]) -> list[bool]:
+        """Begin to tell the other ranks what this one begins: the exchange of these fragments. Return the flags."""
+        flags: list[bool] = []
+        for i, fragment in enumerate(self._fragments):
+            flags += fragment.moved() if i in parts else [False] * len(fragment.weights)
+        flags += self._buffers.changed() if len(self._fragments) - 1 in parts else [False] * len(self._buffers.names)
+        self._roll_call.begin((flushes, self._counts["in_round"], self._buffers.number), flags)
+        return flags
+
+    def _of(self, part: int, flags: list[bool]) -> list[bool]:
+        """Return a fragment's flags in a roll call: which layers have moved. Those of the buffers come last."""
+        begin = sum(len(each.weights) for each in self._fragments[:part])
+        return flags[begin : begin + len(self._fragments[part].weights)] if part < len(self._fragments) else flags[begin:]
+
+    def _begin(self, part: int, moved: list[bool] | None = None) -> None:
+        """Begin the exchange of a fragment. None is under way. moved: on this rank; None if the roll call has ended."""
         self._under_way = self._fragments[part]
-        self._under_way.begin(keeps_sent=len(self._fragments) > 1)
+        self._under_way.begin(self._of(part, self._roll_call.flags) if moved is None else moved, len(self._fragments) > 1)
         if part == len(self._fragments) - 1:
             self._counts["in_round"] = 0
             self._counts["synchronizations"] += 1
-            self._buffers.begin(self._network)
+            self._owes_buffers = True
+            if moved is None:
+                self._begin_buffers()
 
-    def _check_places(self) -> list[list[int]]:
-        """Refuse ranks that began unlike exchanges, at the first wait after it."""
-        places = self._roll_call.end()
+    def _begin_buffers(self) -> None:
+        """Begin the exchange of the buffers, which waits for the end of the roll call."""
+        if self._owes_buffers:
+            self._owes_buffers = False
+            self._buffers.begin(self._of(len(self._fragments), self._roll_call.flags), not self._have_unlike_buffers)
+
+    def _end_roll_call(self) -> None:
+        """End the roll call, if one is under way. Refuse ranks that began unlike exchanges, at the first wait after it."""
+        if not (places := self._roll_call.end()):
+            return
         if len({tuple(each[:1]) if each[0] else tuple(each[:2]) for each in places}) > 1:
             words = [
                 f"rank {rank} {'calls flush()' if flushes else 'synchronizes'} after step {step} of {self._every}"
@@ -324,7 +372,8 @@ class LocalSteps:
             first = next(i for i, each in enumerate(places) if each[:2] != places[0][:2])
             self._unlike = _UNLIKE.format(places=f"{words[0]}, and {words[first]}")
             raise RuntimeError(self._unlike)
-        return places
+        self._have_unlike_buffers = len({number for *_, number in places}) > 1
+        self._begin_buffers()
 
     def _check_parameters(self) -> None:
         """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others."""
@@ -341,13 +390,15 @@ class LocalSteps:
             raise RuntimeError(self._unlike)
         if (fragment := self._under_way) is None:
             return
-        self._check_places()
+        self._end_roll_call()
         self._under_way = None
-        if not fragment.end():
+        succeeded = fragment.end(self._of(self._fragments.index(fragment), self._roll_call.flags))
+        sent = fragment.session.reducer.traffic.sent + self._buffers.end(succeeded)
+        if not succeeded:  # one that stayed would spoil the others again
             warn_user(_FAILED)
-            if fragment.was_spoilt_here:
-                self._optimizer.state.clear()  # its moments are not finite either
-        sent = fragment.session.reducer.traffic.sent + self._buffers.end()
+            is_finite = all(each.is_finite for each in self._fragments)
+            for each in self._fragments:
+                each.go_back(forgets=not is_finite)
         self._counts["bytes_sent"] = sent
         self._counts["bytes_sent_total"] += sent
 

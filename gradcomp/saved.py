@@ -105,3 +105,30 @@ def tensor(
     if finite and not bool(torch.isfinite(value).all()):
         raise ValueError(f"{what} is not finite in the state: {_REMEDY}")
     return value
+
+
+def form(value: Any) -> Any:
+    """Describe a value to be saved: the names, types and shapes in it."""
+    if isinstance(value, Mapping):
+        return {str(name): form(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [form(each) for each in value]
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_form(value: Any, expected: Any, what: str) -> None:
+    """Refuse what has another form than it was saved with, and what is not finite."""
+    if form(value) != expected:
+        raise ValueError(f"{what} is not of the form with which it was saved: {_REMEDY}")
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            check_form(each, expected[str(name)], f"{what}, {name}")
+    elif isinstance(value, (list, tuple)):
+        for each, of in zip(value, expected, strict=True):
+            check_form(each, of, what)
+    elif isinstance(value, Tensor):
+        tensor({what: value}, what, value.shape)
+    elif type(value) is int:
+        check_int(value, what, -MOST)
+    elif isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{what} is not a number: {_REMEDY}")

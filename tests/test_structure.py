@@ -64,6 +64,10 @@ ROOMS = [
     "engine/announcement",
     "engine/session",
     "engine/modules",
+    "engine/roll_call",
+    "engine/buffers",
+    "engine/outside_steps",
+    "engine/weight_copies",
     "engine/fragments",
     "spec",
     "prediction",
@@ -343,7 +347,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_570, 119), "scripts": (10_300, 82), "tests": (35_260, 264)}
+TOTALS = {"gradcomp": (16_980, 123), "scripts": (10_300, 82), "tests": (35_790, 268)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

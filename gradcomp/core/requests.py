@@ -99,7 +99,7 @@ class Gather(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The request to sum a float32 tensor over the ranks. The reply is scale times the sum, possibly in the same memory."""
+    """The request to sum a float32 or float64 tensor over the ranks. The reply is scale times the sum, maybe in its memory."""
 
     tensor: Tensor
     scale: float = 1.0

@@ -1,87 +1,138 @@
-"""Fragments: the parts of a model whose progress ranks exchange by turns, and all that they share at a synchronization."""
+"""Fragments: the parts of a model whose progress ranks exchange by turns."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp import saved
-from gradcomp.core.requests import Reduce
+from gradcomp.engine.meeting import Flow
 from gradcomp.engine.session import Session
-from gradcomp.networks import Answer, Connection
+from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.weight_copies import WeightCopies
 
 
 class Fragment:
     """A part of a model that is exchanged by itself.
 
-    weights: by name. starts: those of the ranks' common start, in float32. was_spoilt_here: this rank's progress was not finite
-    in the last exchange.
+    weights: by name. starts: those of the ranks' common start, in float32; those that need no gradient are frozen in the
+    exchange under way. copies: in the optimizer's state.
     """
 
-    def __init__(self, weights: Mapping[str, torch.nn.Parameter], session: Session):
-        self.weights, self.session, self.was_spoilt_here = weights, session, False
-        self.starts: dict[str, Tensor] = {}
+    def __init__(self, weights: Mapping[str, torch.nn.Parameter], copies: WeightCopies, make: Callable[[Slots], Session]):
+        self.weights, self.copies = weights, copies
+        self.starts = {name: torch.nn.Parameter(each.detach().float().clone()) for name, each in weights.items()}
+        self.session = make(Slots([Slot(name, each.shape, each.device, each) for name, each in self.starts.items()]))
         self._progress: list[Tensor] = []
         self._sent_at: list[Tensor] = []  # the weights when the exchange began; none where no inner step follows
 
+    @torch.no_grad()
     def begin_at_weights(self, rate: float, momentum: float) -> None:
         """Make the present weights the common start."""
-        self.starts = {name: each.detach().float().clone() for name, each in self.weights.items()}
+        for start, weight in zip(self.starts.values(), self.weights.values(), strict=True):
+            start.copy_(weight)
         self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
 
     @torch.no_grad()
-    def begin(self, keeps_sent: bool) -> None:
-        """Begin to exchange start minus now. keeps_sent: inner steps may come before the end."""
-        self._sent_at = [each.detach().clone() for each in self.weights.values()] if keeps_sent else []
+    def moved(self) -> list[bool]:
+        """Say which layers this rank has moved from the common start."""
         # A rank with 16-bit weights began at the rounded start.
+        return [not torch.equal(self.starts[name].to(each.dtype), each) for name, each in self.weights.items()]
+
+    @torch.no_grad()
+    def begin(self, moved: Sequence[bool], keeps_sent: bool) -> None:
+        """Begin to exchange start minus now. moved: the layers to exchange. keeps_sent: inner steps may come before the end."""
+        self._sent_at = [each.detach().clone() for each in self.weights.values()] if keeps_sent else []
         self._progress = [(self.starts[name].to(each.dtype).float() - each).reshape(-1) for name, each in self.weights.items()]
-        self.was_spoilt_here = not all(bool(each.isfinite().all()) for each in self._progress)
+        for start, moves in zip(self.starts.values(), moved, strict=True):
+            start.requires_grad_(moves)
         self.session.begin()
         self.session.ready_all(self.session.slots.slots, self._progress)
 
     @torch.no_grad()
-    def end(self) -> bool:
-        """End the exchange, and take the outer step from the start. Return False if the mean was not finite: there is none.
+    def end(self, moved: Sequence[bool]) -> bool:
+        """End the exchange, and take the outer step from the start. Return False if the mean was not finite: nothing moves.
 
-        The weights go to the start, plus the inner steps that came in the meantime.
+        The weights go to the start, plus the inner steps that came in the meantime. moved: the layers that any rank has moved;
+        the outer step leaves the others alone.
         """
         self.session.finish()
         succeeded = not self.session.reducer.deliveries.has_failed()
         if succeeded:
-            for start, mean in zip(self.starts.values(), self._progress, strict=True):
-                start.grad = mean.view(start.shape)
+            for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):
+                start.grad = mean.view(start.shape) if moves else None
             self._outer.step()
             self._outer.zero_grad()
-        sent_at = self._sent_at if succeeded else []
-        for i, (start, weight) in enumerate(zip(self.starts.values(), self.weights.values(), strict=True)):
-            weight.copy_(start + (weight - sent_at[i]) if sent_at else start)
+            self._move(self._sent_at)
         self._progress, self._sent_at = [], []
         return succeeded
 
+    @torch.no_grad()
+    def go_back(self, forgets: bool) -> None:
+        """Return to the common start. forgets: the optimizer's moments are not finite, and begin anew."""
+        if forgets:
+            self.copies.forget([*self.weights.values()])
+        self._move([])
+
+    def _move(self, sent_at: Sequence[Tensor]) -> None:
+        """Move the weights and their copies to the start, plus what came since these weights were sent."""
+        copies = self.copies.find([*self.weights.values()])
+        for i, (start, weight) in enumerate(zip(self.starts.values(), self.weights.values(), strict=True)):
+            new = start + (weight - sent_at[i]) if sent_at else start
+            self.copies.move(copies, weight, new)
+            weight.copy_(new)
+
+    @property
+    def is_finite(self) -> bool:
+        """Say whether this rank's weights are finite."""
+        return all(bool(each.isfinite().all()) for each in self.weights.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Copy the state of the fragment on this rank."""
+        momenta = {name: self._momentum(each) for name, each in self.starts.items()} if self._outer.defaults["momentum"] else {}
         return {
             "weights": {name: each.detach().clone() for name, each in self.weights.items()},
-            "starts": {name: each.clone() for name, each in self.starts.items()},
-            "outer": copy.deepcopy(self._outer.state_dict()),
+            "starts": {name: each.detach().clone() for name, each in self.starts.items()},
+            "momenta": {
+                name: torch.zeros_like(self.starts[name]) if each is None else each.clone() for name, each in momenta.items()
+            },
             "exchange": self.session.resume.state_dict(),
         }
 
-    @torch.no_grad()
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
-        """Continue from the states of all ranks, and this rank's own, if it has one."""
-        self.session.resume.load_state_dict([each["exchange"] for each in states])
+    def _momentum(self, start: Tensor) -> Tensor | None:
+        found: Tensor | None = self._outer.state.get(start, {}).get("momentum_buffer")
+        return found
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state that does not fit. What is exchanged is checked by its session."""
+        momenta = saved.table(state, "momenta")
         for name, weight in self.weights.items():
-            self.starts[name].copy_(states[0]["starts"][name])
-            weight.copy_(self.starts[name] if own is None else own["weights"][name])
-        own_groups = [{name: value for name, value in group.items() if name != "params"} for group in self._outer.param_groups]
-        self._outer.load_state_dict(states[0]["outer"])
-        for group, settings in zip(self._outer.param_groups, own_groups, strict=True):
-            group.update(settings)
+            saved.tensor(saved.table(state, "weights"), name, weight.shape, dtype=weight.dtype, what=f"the weight {name!r}")
+            of_start = {"starts": saved.table(state, "starts")} | ({"momenta": momenta} if momenta else {})
+            for of, table in of_start.items():
+                saved.tensor(table, name, weight.shape, dtype=torch.float32, what=f"{name!r} of the {of}")
+
+    def loading(self, states: Sequence[Mapping[str, Any]]) -> Flow[None]:
+        """Load the exchange of all ranks' states. All checks come before the first yield."""
+        return self.session.resume.loading([saved.entry(each, "exchange") for each in states])
+
+    @torch.no_grad()
+    def load_state_dict(self, first: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Continue from the first rank's state and this rank's own, if it has one. Both were checked.
+
+        The optimizer has its state already. A rank without one has the first rank's, and moves it to the common start.
+        """
+        self._outer.state.clear()
+        for name, weight in self.weights.items():
+            self.starts[name].copy_(first["starts"][name])
+            weight.copy_((first if own is None else own)["weights"][name])
+            if first["momenta"] and self._outer.defaults["momentum"]:
+                self._outer.state[self.starts[name]]["momentum_buffer"] = first["momenta"][name].to(weight.device, copy=True)
+        if own is None:
+            self._move([])
 
 
 def with_those_gone(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -104,82 +155,6 @@ def with_those_gone(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 def _zeros(value: Any) -> Any:
     return {key: _zeros(each) for key, each in value.items()} if isinstance(value, Mapping) else value * 0
-
-
-class Buffers:
-    """The floating-point buffers of a model, which become their means over ranks, plus what changed in the meantime."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        self._sent: Tensor | None = None
-        self._answer: Answer | None = None
-
-    @property
-    def named(self) -> list[tuple[str, Tensor]]:
-        """The buffers of now: a module may put another tensor in a buffer's place."""
-        return [(name, each) for name, each in self._model.named_buffers() if each.is_floating_point()]
-
-    def _flat(self) -> Tensor:
-        return torch.cat([each.detach().float().reshape(-1) for _, each in self.named])
-
-    def begin(self, network: Connection) -> None:
-        """Begin to exchange them."""
-        if self.named:
-            self._sent = self._flat()
-            self._answer = network.start(Reduce(self._sent / network.world.size), "buffers")
-
-    @torch.no_grad()
-    def end(self) -> int:
-        """Take the means, if an exchange is under way. Return the bytes sent."""
-        if self._answer is None or self._sent is None:
-            return 0
-        mean = self._answer()
-        assert isinstance(mean, Tensor)
-        own = (mean + (self._flat() - self._sent)).split([each.numel() for _, each in self.named])
-        for (_, buffer), values in zip(self.named, own, strict=True):
-            buffer.copy_(values.view(buffer.shape))
-        self._answer = self._sent = None
-        return 4 * mean.numel()
-
-
-class RollCall:
-    """The numbers by which ranks tell each other what each of them begins. They travel as the first message of an exchange.
-
-    Ranks that begin unlike exchanges would wait for each other's messages, or read one for another.
-    """
-
-    def __init__(self, network: Connection):
-        self._network = network
-        self._answer: Answer | None = None
-
-    def begin(self, *own: int) -> None:
-        """Begin to exchange the numbers. They are as many on all ranks."""
-        of_ranks = torch.zeros(self._network.world.size, len(own), device=self._network.device)
-        of_ranks[self._network.world.rank] = torch.tensor(own, dtype=torch.float32)
-        self._width = len(own)
-        self._answer = self._network.start(Reduce(of_ranks.view(-1)), "the roll call of local steps")
-
-    def end(self) -> list[list[int]]:
-        """Return the numbers of all ranks, once; an empty list later."""
-        answer, self._answer = self._answer, None
-        if answer is None:
-            return []
-        numbers = answer()
-        assert isinstance(numbers, Tensor)
-        return [[int(each) for each in own] for own in numbers.view(-1, self._width).tolist()]
-
-
-@torch.no_grad()
-def take_those_of_rank_0(named: Sequence[tuple[str, Tensor]], network: Connection) -> None:
-    """Add up rank 0's tensors and the others' zeros."""
-    leads = network.world.rank == 0
-    for name, each in named:
-        if each.is_floating_point():
-            own = each.detach().float() if leads else torch.zeros_like(each, dtype=torch.float32)
-            whole = network.start(Reduce(own.clone()), f"weights of {name}")()
-            assert isinstance(whole, Tensor)
-            if not leads:
-                each.copy_(whole)
 
 
 def divided(weights: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:

@@ -1,0 +1,61 @@
+"""What ranks under local steps tell each other beside their progress: a roll call, and rank 0's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.requests import Gather, Reduce
+from gradcomp.messages import payload as payloads
+from gradcomp.networks import Answer, Connection
+
+
+class RollCall:
+    """The numbers by which ranks tell each other what each of them begins. They travel as the first message of an exchange.
+
+    Ranks that begin unlike exchanges would wait for each other's messages, or read one for another.
+    flags: of the last roll call that has ended, those that were set on any rank.
+    """
+
+    def __init__(self, network: Connection):
+        self._network = network
+        self._answer: Answer | None = None
+        self.flags: list[bool] = []
+
+    def begin(self, own: Sequence[int], flags: Sequence[bool]) -> None:
+        """Begin to exchange numbers below 2^24, and flags. They are as many on all ranks."""
+        of_ranks = torch.zeros(self._network.world.size, len(own))
+        of_ranks[self._network.world.rank] = torch.tensor(own)
+        self._width = len(own)
+        told = torch.cat([of_ranks.view(-1), torch.tensor(flags, dtype=torch.float32)]).to(self._network.device)
+        self._answer = self._network.start(Reduce(told), "the roll call of local steps")
+
+    def end(self) -> list[list[int]]:
+        """Return the numbers of all ranks, once; an empty list later."""
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return []
+        told = answer()
+        assert isinstance(told, Tensor)
+        end = self._network.world.size * self._width
+        self.flags = told[end:].ne(0).tolist()
+        return [[int(each) for each in own] for own in told[:end].view(-1, self._width).tolist()]
+
+
+@torch.no_grad()
+def take_that_of_rank_0(own: Tensor, network: Connection, name: str) -> None:
+    """Give all ranks rank 0's tensor, of any type. It has the same shape and type on all."""
+    flat = own.detach().to(network.device).reshape(-1)
+    if own.is_floating_point():  # rank 0's, and the others' zeros
+        wide = flat.to(torch.float64 if own.dtype == torch.float64 else torch.float32, copy=True)
+        found = network.start(Reduce(wide if network.world.rank == 0 else torch.zeros_like(wide)), name)()
+        assert isinstance(found, Tensor)
+    else:
+        payloads_of = network.start(Gather(payloads.wrap(flat.contiguous())), name)()
+        assert isinstance(payloads_of, list)
+        found = payloads_of[0]["bytes"][: flat.numel()]
+    found = found.view(own.shape).to(own.device, own.dtype)
+    if not torch.equal(own.detach(), found):
+        own.copy_(found)
