@@ -92,19 +92,15 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy the state of the fragment on this rank."""
-        momenta = {name: self._momentum(each) for name, each in self.starts.items()} if self._outer.defaults["momentum"] else {}
+        momenta: dict[str, Tensor | None] = {}
+        if self._outer.defaults["momentum"]:
+            momenta = {name: self._outer.state.get(each, {}).get("momentum_buffer") for name, each in self.starts.items()}
         return {
             "weights": {name: each.detach().clone() for name, each in self.weights.items()},
             "starts": {name: each.detach().clone() for name, each in self.starts.items()},
-            "momenta": {
-                name: torch.zeros_like(self.starts[name]) if each is None else each.clone() for name, each in momenta.items()
-            },
+            "momenta": {n: torch.zeros_like(self.starts[n].data) if m is None else m.clone() for n, m in momenta.items()},
             "exchange": self.session.resume.state_dict(),
         }
-
-    def _momentum(self, start: Tensor) -> Tensor | None:
-        found: Tensor | None = self._outer.state.get(start, {}).get("momentum_buffer")
-        return found
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state that does not fit. What is exchanged is checked by its session."""

@@ -47,6 +47,8 @@ class RollCall:
 @torch.no_grad()
 def take_that_of_rank_0(own: Tensor, network: Connection, name: str) -> None:
     """Give all ranks rank 0's tensor, of any type. It has the same shape and type on all."""
+    if not own.numel():
+        return
     flat = own.detach().to(network.device).reshape(-1)
     if own.is_floating_point():  # rank 0's, and the others' zeros
         wide = flat.to(torch.float64 if own.dtype == torch.float64 else torch.float32, copy=True)
