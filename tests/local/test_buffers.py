@@ -70,7 +70,11 @@ def on_ranks() -> dict[str, Any]:
         found[f"{fragments}"] = copied(model), local.stats()["bytes_sent"], begun
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            train(model, local, range(20, 20 + 3 * EVERY), poison=21)
+            before = copied(model)
+            train(model, local, range(20, 20 + EVERY), poison=21)
+            local.state_dict()  # ends what is under way
+            found[f"{fragments} went back"] = before, copied(model)
+            train(model, local, range(24, 24 + 2 * EVERY))
         local.flush()
         found[f"{fragments} poisoned"] = copied(model)
         with warnings.catch_warnings(record=True) as caught:
@@ -118,6 +122,7 @@ def test_a_batch_that_is_not_finite_spoils_no_statistics() -> None:
     for fragments in ("1", "2"):
         first, second = (rank[f"{fragments} poisoned"] for rank in launched())
         for name in ("norm.running_mean", "norm.running_var", "linear.weight"):
+            assert all(torch.equal(*(each[name] for each in rank[f"{fragments} went back"])) for rank in launched()), name
             assert first[name].isfinite().all() and torch.equal(first[name], second[name]), name
 
 
