@@ -51,10 +51,10 @@ ROOMS = [
     "engine/plan",
     "engine/delivery",
     "engine/clock",
+    "engine/updates/steps",
     "engine/updates/agreement",
     "engine/reducer",
     "engine/state",
-    "engine/updates/steps",
     "engine/updates/optimizers",
     "engine/updates/to_gradients",
     "engine/meeting",
@@ -347,7 +347,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_980, 123), "scripts": (10_300, 82), "tests": (35_790, 268)}
+TOTALS = {"gradcomp": (17_010, 123), "scripts": (10_300, 82), "tests": (35_810, 268)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Field, Gather, Payload
+from gradcomp.engine.updates.steps import warn_user
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Memory
 from gradcomp.networks import Answer, Connection
@@ -29,6 +30,15 @@ _PARTED = (
 )
 
 
+# Passes on end with a gradient that is not finite, before the warning. A GradScaler halves its scale as often: to a millionth.
+SPOILT_BEFORE_WARNING = 20
+_SPOILT = (
+    f"the gradients of {SPOILT_BEFORE_WARNING} backward passes on end were not finite on some rank. Either the training has "
+    "diverged, or a layer that no optimizer trains keeps an infinity of an earlier pass in its gradient: freeze such layers, "
+    "or call model.zero_grad() in place of optimizer.zero_grad()"
+)
+
+
 class Agreement:
     """The records of one session. The last ones of a GPU are looked at with the next, so that no step waits for it.
 
@@ -39,6 +49,7 @@ class Agreement:
         self._network, self._layers = network, layers
         self._found: HostCopy | None = None
         self._answer: Answer | None = None
+        self._spoilt = 0  # the latest passes on end that were not finite
 
     def begin(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> None:
         """Begin to exchange records. number: of the optimizer. poison: a float, not 0 where a gradient is not finite."""
@@ -73,6 +84,10 @@ class Agreement:
     def _look(self, numbers: Sequence[float]) -> None:
         """Look whether the ranks have sent equal records, but for what they say of their gradients."""
         self._found = None
+        if numbers[0] == BACKWARD:
+            self._spoilt = 0 if all(each == 0 for each in numbers[3::4]) else self._spoilt + 1
+            if self._spoilt == SPOILT_BEFORE_WARNING:
+                warn_user(_SPOILT)
         first = numbers[:3]
         for i in range(4, len(numbers), 4):
             if numbers[i : i + 3] != first:

@@ -11,6 +11,8 @@ from replicas import Replica, Replicas
 from torch.optim import SGD
 from training import draw
 
+from gradcomp.engine.updates.agreement import SPOILT_BEFORE_WARNING
+
 SPEC = "topk:ratio=0.1"
 sgd = partial(SGD, lr=0.1)
 
@@ -42,6 +44,21 @@ def test_a_rank_that_leaves_a_step_out_is_named_on_all() -> None:
         assert "blocks" in text
     now = [each.detach() for rank in ours.ranks for each in rank.weights.values()]
     assert all(map(torch.equal, now, before)), "a step that the others do not take is none"
+
+
+def test_passes_that_are_never_finite_are_told_of_once() -> None:
+    """As where a layer that no optimizer trains keeps the infinity of an overflow in its gradient."""
+    ours, spoilt = Replicas(SPEC, sgd, ranks=2), draw(0, ranks=2)
+    spoilt[1]["0.bias"].fill_(torch.inf)
+    for _ in range(SPOILT_BEFORE_WARNING - 1):
+        ours.exchange(spoilt)
+    ours.exchange(draw(1, ranks=2))
+    for _ in range(SPOILT_BEFORE_WARNING - 1):
+        ours.exchange(spoilt)
+    with pytest.warns(UserWarning, match="of 20 backward passes on end were not finite on some rank"):
+        ours.exchange(spoilt)
+    for _ in range(SPOILT_BEFORE_WARNING + 1):
+        ours.exchange(spoilt)
 
 
 def test_ranks_that_step_optimizers_in_other_orders_are_named() -> None:
