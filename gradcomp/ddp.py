@@ -222,7 +222,7 @@ class _BackwardPass:
         form = form if form.itemsize < buffer.dtype.itemsize else buffer.dtype
         mean = _stock_mean(self.group, buffer, form, divides=self.in_bucket or form != buffer.dtype)
         if last:
-            self.session.finish()
+            self.session.gradients.finish()
         return mean
 
 
@@ -250,18 +250,18 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
         state.promised.clear()
         state.firsts.clear()
         session.updates.lags = torch._C._current_graph_task_id() < 0  # in DDP.join()
-        session.begin()
+        session.gradients.begin()
     if session.reducer.on_updates:
         return state.keep_local(bucket, buffer)
     if buffer.is_sparse:
         raise session.failed(ValueError(_SPARSE))
-    if (stock := session.stock) is not None:
+    if (stock := session.gradients.stock) is not None:
         return state.start_stock_allreduce(buffer, stock, bucket.is_last())
     contents = state.contents_of(bucket, buffer)
-    session.ready_all(contents.slots, contents.grads)
+    session.gradients.ready_all(contents.slots, contents.grads)
     future = state.promise(buffer)
     if bucket.is_last():
-        session.finish()
+        session.gradients.finish()
         state.end()
     return future
 

@@ -117,7 +117,7 @@ def attach(
     )
     session = handle._session
     if mesh.replicas is not None and shards is not None:
-        session.axes.append(Membership(shards))
+        session.membership.axes.append(Membership(shards))
     handle.modules = Modules(session, shards, replicated)
     session.meet()
     if mesh.replicas is not None:
@@ -201,7 +201,7 @@ class _Handle(Handle):
         """
         session = self._session
         give_up_failed()
-        session.note("state_dict()")
+        session.phases.note("state_dict()")
         parameters, state = session.slots.parameters, {"spec": session.spec, "steps": session.reducer.steps_done}
         if not session.reducer.on_updates:
             return state

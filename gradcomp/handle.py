@@ -121,7 +121,7 @@ class Handle:
         (compressor, auto), before = beginning_of(spec), self._session.turns
         self._choose(auto)
         try:
-            self._session.note("change()")
+            self._session.phases.note("change()")
             if self._session.updates.in_step and in_closure():
                 raise RuntimeError(IN_STEP.format(event="change()"))
             self._session.resume.change(compressor)

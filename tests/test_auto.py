@@ -261,10 +261,10 @@ def test_after_a_change_of_ranks_all_begin_again_with_the_leaders_compressor() -
     """Stock waits for the meeting: otherwise the old ranks would hand Horovod gradients, and the new ones wait for them."""
     ranks = begun(Link(FAST), "none")
     before = train(ranks, CHOICE)[0]
-    assert before["way"] == "stock" and ranks[0].session.stock is not None
+    assert before["way"] == "stock" and ranks[0].session.gradients.stock is not None
     joined = ranks[:1] + begun(Link(SLOW), "none") + ranks[1:]
     threads.move(joined)
-    assert not any(rank.session.has_met or rank.session.stock for rank in joined)
+    assert not any(rank.session.has_met or rank.session.gradients.stock for rank in joined)
     after = train(joined, CHOICE)[0]
     assert after["choices"] == 1 and after["after_step"] > before["after_step"]
     slow = begun(Link(SLOW), "low")
@@ -334,7 +334,7 @@ def test_all_gradients_come_or_wait(wanted: list[Candidate]) -> None:
     torch.testing.assert_close(ranks[0].came + waits, given, atol=rounds, rtol=0)
     assert torch.equal(ranks[0].came, ranks[1].came)
     assert wanted[-1].keeps_residual or not waits.any()
-    assert all(rank.session.stock == wanted[-1].stock for rank in ranks)
+    assert all(rank.session.gradients.stock == wanted[-1].stock for rank in ranks)
 
 
 def test_a_candidate_that_does_not_suit_the_training_is_refused_once_on_all_ranks() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from gradcomp.engine.phases import Door
 from gradcomp.engine.updates.hidden_momentum import class_of
-from gradcomp.engine.updates.step_exchange import StepExchange
+from gradcomp.engine.updates.optimizers import Optimizers
 from gradcomp.engine.updates.steps import inform
 from gradcomp.networks import Connection
 
@@ -26,8 +26,8 @@ class Announcement:
         inform(f"gradcomp: {chooser or spec} over {self._door.name} {act}", self._network)
 
 
-def of_updates(optimizer: torch.optim.Optimizer, updates: StepExchange) -> str:
+def of_updates(optimizer: torch.optim.Optimizer, optimizers: Optimizers) -> str:
     """Say what an exchange after the steps of an optimizer is."""
-    name, trained = class_of(optimizer).__name__, updates.optimizers.find(optimizer)
+    name, trained = class_of(optimizer).__name__, optimizers.find(optimizer)
     holds = trained is not None and trained.momentum.rule is not None
     return f"exchanges updates after each step of {name}" + (", whose momentum is in the residual" if holds else "")

@@ -49,8 +49,8 @@ class Fragment:
         self._progress = [(self.starts[name].to(each.dtype).float() - each).reshape(-1) for name, each in self.weights.items()]
         for start, moves in zip(self.starts.values(), moved, strict=True):
             start.requires_grad_(moves)
-        self.session.begin()
-        self.session.ready_all(self.session.slots.slots, self._progress)
+        self.session.gradients.begin()
+        self.session.gradients.ready_all(self.session.slots.slots, self._progress)
 
     @torch.no_grad()
     def end(self, moved: Sequence[bool]) -> bool:
@@ -59,7 +59,7 @@ class Fragment:
         The weights go to the start, plus the inner steps that came in the meantime. moved: the layers that any rank has moved;
         the outer step leaves the others alone.
         """
-        self.session.finish()
+        self.session.gradients.finish()
         succeeded = not self.session.reducer.deliveries.has_failed()
         if succeeded:
             for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):

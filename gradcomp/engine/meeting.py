@@ -134,7 +134,7 @@ class Snapshot(NamedTuple):
 class Membership:
     """One rank among the others, and its meetings with them. All ranks make the calls of a meeting in the same order.
 
-    owner: of its residual.
+    owner: of its residual. axes: of the mesh beside the network; their ranks meet, too.
     """
 
     def __init__(self, network: Connection):
@@ -142,6 +142,7 @@ class Membership:
         self.met_in: object = None  # the network's generation in which the ranks met last
         self._ever_met = False
         self.owner = Owner()
+        self.axes: list[Membership] = []
         # Of the present meeting: its generation, every rank's facts, and the rank to follow. grows: a rank joins.
         self._generation: object = None
         self.grows = False

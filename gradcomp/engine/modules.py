@@ -249,7 +249,7 @@ class Modules:
     def run(self, act: Callable[[], tuple[int, int]]) -> None:
         """Run a module's exchange. act: returns the bytes sent, and those to other hosts."""
         self._join_pass()
-        self.session.begin()
+        self.session.gradients.begin()
         self.session.meet()
         sending = self.session.reducer.sending
         with self.session.noting_failure():
@@ -280,7 +280,7 @@ class Modules:
             if self.spec_acts_on_updates:
                 self._end_local()
             else:
-                self.session.finish()
+                self.session.gradients.finish()
             return
 
         def join(gradients: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -41,6 +43,36 @@ TRANSITIONS: Mapping[str, Mapping[Phase, Phase | str]] = {
     "state_dict()": _BETWEEN_STEPS,
     "commit()": _BETWEEN_STEPS,
 }
+
+
+class Phases:
+    """The phase of one session, which is stored.
+
+    last: the stored one. since: the network's generation in which EXCHANGING or FAILED began; None for others. reason: of a
+    failure.
+    """
+
+    def __init__(self, session: Any):
+        self._session = weakref.proxy(session)
+        self.last, self.since, self.reason = Phase.IDLE, None, ""  # type: Phase, object, str
+
+    @property
+    def now(self) -> Phase:
+        """The present phase. One that is stored counts in the network's generation in which it began."""
+        if self.since is self._session.network.generation:
+            return self.last
+        return Phase.IDLE if self._session.has_met else Phase.UNMET
+
+    def note(self, event: str, here: object = None) -> None:
+        """Go on to the phase after an event. Raise an error if the present phase refuses it. here: the network's generation."""
+        session = self._session
+        here = here or session.network.generation  # without calls: two events come in every step
+        phase = self.last if self.since is here else Phase.IDLE if session.membership.met_in is here else Phase.UNMET
+        found = TRANSITIONS[event].get(phase, phase)
+        if isinstance(found, str):
+            remedy = session.door.after_failure if phase is Phase.FAILED else ""
+            raise RuntimeError(found.format(event=event, reason=self.reason) + remedy)
+        self.last, self.since = found, here if found is Phase.EXCHANGING or found is Phase.FAILED else None
 
 
 @dataclass

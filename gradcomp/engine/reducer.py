@@ -323,7 +323,7 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         began = time.perf_counter()
         bucket.has_started = True
-        self.sending.dense += 4 * bucket.layout.total
+        self.sending.dense += 4 * sum(bucket.layout.sizes)
         if bucket.streams.has_streams or (len(bucket.grads) < bucket.count and not bucket.of_weights):
             bucket.complete()
         context = self.context

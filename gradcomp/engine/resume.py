@@ -37,7 +37,7 @@ class Resume:
         """
         if compressor is not None:
             run(self.changing(compressor))
-        self._session.let_stock_exchange(stock)
+        self._session.gradients.let_stock_exchange(stock)
 
     def changing(self, compressor: Compressor) -> Flow[None]:
         """Change the compressor in lock-step with other ranks. See change()."""
@@ -79,7 +79,7 @@ class Resume:
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
         give_up_failed()
-        self._session.note("state_dict()")
+        self._session.phases.note("state_dict()")
         place = self._session.membership.saved_place
         return state.pack(self._session.spec, place.ranks, {place.rank: self.share()})
 
@@ -105,7 +105,7 @@ class Resume:
             session.updates.optimizers.parts = parts  # until the optimizers that they follow from are seen
             reducer = session.make_reducer(compressor)
         load = state.load_shares(reducer, session.slots.shapes, taken, loaded.steps)
-        meets_again = session.has_met or session.phase is Phase.FAILED
+        meets_again = session.has_met or session.phases.now is Phase.FAILED
         yield
         session.restore(load, reducer, compressor)
         session.membership.note_loaded(taken.of, loaded.ranks)
@@ -133,7 +133,7 @@ class Resume:
         """Keep a copy of the state, beside the last one."""
         session = self._session
         give_up_failed()
-        session.note("commit()")
+        session.phases.note("commit()")
         share = state.in_main_memory(self.share(lambda view: view))
         self._commits.append(Snapshot(session.compressor, share, session.membership.owner))
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradcomp import _version
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
-from gradcomp.engine.announcement import Announcement, of_updates
+from gradcomp.engine.announcement import Announcement
+from gradcomp.engine.gradients import GradientExchange
 from gradcomp.engine.meeting import Flow, Membership, run
-from gradcomp.engine.phases import TRANSITIONS, Door, Phase
+from gradcomp.engine.phases import Door, Phases
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.resume import Resume
 from gradcomp.engine.slots import Slot, Slots
@@ -30,23 +30,19 @@ log = logging.getLogger("gradcomp")
 class Session:
     """One model's exchanges on one rank. reducer: of the present compressor. turns: auto's Chooser, or None.
 
-    updates: the exchange around the steps of the user's optimizers, where the door has any. sums: updates are sums over the
-    ranks, not means. last_phase: the stored one; see phase. axes: of the mesh beside the network; their ranks
-    meet, too. resume: the ways to another spec, state or commit.
+    gradients: their exchange within backward passes. updates: that around the steps of the user's optimizers, where the door
+    has any. sums: updates are sums over the ranks, not means.
+    resume: the ways to another spec, state or commit.
     """
 
     def __init__(self, compressor: Compressor, slots: Slots, network: Connection, options: Options, door: Door):
         self.slots, self.network, self.options, self.door = slots, network, options, door
         self.turns, self._observer = None, None  # type: Any, Any  # the second is telemetry's
-        self._by_name = {slot.name: slot for slot in slots.slots}
-        self.membership = Membership(network)
-        self.last_phase, self._since, self._reason = Phase.IDLE, None, ""  # type: Phase, object, str  # the last: of a failure
-        self._held, self._stock = dict[str, Slot](), None  # type: Any, torch.dtype | None
+        self.membership, self.phases = Membership(network), Phases(self)
         self.sums = False
-        self.axes: list[Membership] = []
-        self._announcement = Announcement(door, network)
+        self.announcement = Announcement(door, network)
         self.resume = Resume(self)
-        self.updates = StepExchange(self)
+        self.gradients, self.updates = GradientExchange(self), StepExchange(self)
         self.install(self.make_reducer(compressor), compressor)
 
     def make_reducer(self, compressor: Compressor) -> Reducer:
@@ -55,7 +51,7 @@ class Session:
             remedy = "" if self.door.has_optimizers else "pass optimizer=, or "
             raise ValueError(f"{compressor} needs the learning rates: {remedy}let it keep a residual, without feedback=false")
         parts = self.updates.optimizers.parts if on_updates else None
-        slots = {} if self.door.exchanges_gradients and not on_updates else self._by_name
+        slots = {} if self.door.exchanges_gradients and not on_updates else {slot.name: slot for slot in self.slots.slots}
         reducer = Reducer(compressor, slots, self.network, self.options, parts, on_updates)
         reducer.entries = self.slots.entries
         reducer.watch(self._observer)
@@ -63,8 +59,9 @@ class Session:
 
     def install(self, reducer: Reducer, compressor: Compressor) -> None:
         """Continue with a reducer."""
-        self.reducer, self.compressor, self._stock = reducer, compressor, None
-        self.given_momentum = reducer.given_momentum
+        self.reducer, self.compressor = reducer, compressor
+        self.gradients.let_stock_exchange(None)
+        self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
         (listen if reducer.on_updates else ignore)(self.updates)  # an exchange of gradients looks at no optimizer
 
@@ -76,23 +73,6 @@ class Session:
         load()
 
     @property
-    def phase(self) -> Phase:
-        """The present phase. One that is stored counts in the network's generation in which it began."""
-        if self._since is self.network.generation:
-            return self.last_phase
-        return Phase.IDLE if self.has_met else Phase.UNMET
-
-    def note(self, event: str, here: object = None) -> None:
-        """Go on to the phase after an event. Raise an error if the present phase refuses it. here: the network's generation."""
-        here, membership = here or self.network.generation, self.membership  # without calls: two events come in every step
-        phase = self.last_phase if self._since is here else Phase.IDLE if membership.met_in is here else Phase.UNMET
-        found = TRANSITIONS[event].get(phase, phase)
-        if isinstance(found, str):
-            remedy = self.door.after_failure if phase is Phase.FAILED else ""
-            raise RuntimeError(found.format(event=event, reason=self._reason) + remedy)
-        self.last_phase, self._since = found, here if found is Phase.EXCHANGING or found is Phase.FAILED else None
-
-    @property
     def has_met(self) -> bool:
         """True if the ranks have met since the network was last initialised."""
         return self.membership.met_in is self.network.generation
@@ -101,135 +81,31 @@ class Session:
         """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
         self.membership.part()
         self._discard_step()
-        self._reason = f"{type(error).__name__}: {error}"
-        self.note("a failure")
+        self.phases.reason = f"{type(error).__name__}: {error}"
+        self.phases.note("a failure")
         return error
 
     def recover(self) -> None:
         """Discard the step under way, and allow steps again after one that failed."""
         self._discard_step()
-        self.note("a new start")
+        self.phases.note("a new start")
 
     def _discard_step(self) -> None:
         """Discard the step under way. The entries that it has taken from the residual are lost."""
         self.reducer.abort()
         self.updates.discard()
-        self._held.clear()
+        self.gradients.discard()
         self.door.discard()
 
     @property
     def spec(self) -> str:
         return str(self.compressor)
 
-    def let_stock_exchange(self, stock: torch.dtype | None) -> None:
-        """Let the stock framework exchange gradients that are not watched, in this type. None: the session does."""
-        self._stock = stock
-
-    @property
-    def stock(self) -> torch.dtype | None:
-        """The widest type in which the stock framework is to exchange gradients. None: the session does, or ranks must meet."""
-        return self._stock if self._stock is not None and self._observer is None and self.has_met else None
-
     def slot(self, parameter: Tensor) -> Slot:
         """Find the slot of a parameter. Refuse an unknown parameter."""
         if (slot := self.slots.slot(parameter)) is None:
             raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
         return slot
-
-    def begin(self) -> None:
-        """Begin a step, or go on with it."""
-        if self._since is (here := self.network.generation):
-            if self.last_phase is Phase.EXCHANGING:
-                return
-            self.note("a gradient", here)  # refuses it after a failure
-        elif self._since is not None:  # the network was initialised anew in a step, or after one that failed
-            self.recover()
-        if self.turns is not None and not (self.door.holds or self.reducer.on_updates):
-            self._take_turn()
-        updates = self.updates
-        updates.has_gradients = updates.has_unchecked_gradients = updates.has_seen_gradients = True
-        if not self.reducer.on_updates:
-            self.note("a gradient", here)
-        if self._stock is not None and self.reducer.clock is not None:
-            self.reducer.clock.note_gradient()
-
-    def ready(self, slot: Slot) -> None:
-        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange."""
-        here = self.network.generation
-        if self._since is not here or self.last_phase is not Phase.EXCHANGING:
-            self.begin()
-        has_met = self.membership.met_in is here
-        if self.door.holds and (not has_met or (self.turns is not None and self.turns.due)):
-            self._held[slot.name] = slot
-        elif not self.reducer.on_updates:
-            if not has_met:
-                self.meet()
-            self._hand_over(slot)
-
-    def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-        """Note several complete gradients of a step that has begun."""
-        if self.membership.met_in is not self.network.generation:
-            self.meet()
-        try:
-            self.reducer.ready_all(slots, grads)
-        except BaseException as error:
-            self.failed(error)
-            raise
-
-    def _hand_over(self, slot: Slot) -> None:
-        try:
-            if self._stock is None or self.stock is None:
-                self.slots.are_read = True
-                self.reducer.ready_all((slot,), (slot.read(),))
-            else:
-                self.door.start_stock_allreduce(slot)
-        except BaseException as error:
-            self.failed(error)
-            raise
-
-    def finish(self, scale: float = 1.0) -> None:
-        """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
-        if self._since is None:
-            return
-        if self.last_phase is Phase.FAILED:
-            self.note("the end of a step")
-        if self._held:
-            self._release()
-            if self._since is None:  # a turn has led to an exchange of updates
-                return
-        if self._stock is None or self.stock is None:
-            try:
-                self.reducer.finish(scale)
-            except BaseException as error:
-                self.failed(error)
-                raise
-        else:
-            self.reducer.note_stock_step(self.slots.bytes_in(self._stock))
-        self.note("the end of a step", self._since)
-        if self.slots.are_read:
-            self.slots.close()
-        if self.turns is not None:
-            self.turns.note_step()
-        if self._announcement.is_due:
-            self._announcement.say(self.spec, "exchanges gradients", self.turns)
-
-    def _release(self) -> None:
-        """Hand over the gradients that were held until the ranks have met."""
-        self.meet()
-        self._take_turn()
-        held, self._held = self._held, {}
-        if self.reducer.on_updates:
-            self.note("the end of a step")
-            return
-        for slot in held.values():
-            self._hand_over(slot)
-
-    def _take_turn(self) -> None:
-        if self.turns is not None and self.turns.due:
-            self.meet()
-            if self.turns.due:  # the meeting may have restarted them
-                with self.noting_failure():
-                    self.turns.take()
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -240,13 +116,13 @@ class Session:
             self.failed(error)
             raise
 
-    def end_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """End an exchange of updates, after a step of this optimizer."""
-        if self._announcement.is_due:
-            self._announcement.say(self.spec, of_updates(optimizer, self.updates), self.turns)
-        if self.turns is not None:
-            self.turns.note_step()
-            self._take_turn()
+    def take_turn(self) -> None:
+        """Let auto choose, if it is due."""
+        if self.turns is not None and self.turns.due:
+            self.meet()
+            if self.turns.due:  # the meeting may have restarted them
+                with self.noting_failure():
+                    self.turns.take()
 
     def meet(self, leader: int | None = None) -> None:
         """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
@@ -262,7 +138,7 @@ class Session:
 
         If any two ranks of the whole mesh differ, all raise an error: ranks of other axes wait for one.
         """
-        if not self.axes:
+        if not self.membership.axes:
             yield from self._meet(leader, follows)
             return
         error: ValueError | None = None
@@ -270,7 +146,7 @@ class Session:
             yield from self._meet(leader, follows)
         except ValueError as differ:
             error = differ
-        for axis in self.axes:
+        for axis in self.membership.axes:
             differ_in = str(error or "agree").rpartition("equal on all ranks: ")[2]  # as much as a record has room for
             try:
                 terms = {name: text for name, text in self._terms().items() if name not in self.door.agreed}
@@ -291,7 +167,7 @@ class Session:
             text = "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d"
             log.warning(text, self.network.world.number(self.network.world.rank), steps, of_leader)
         if follows and self.turns is not None:  # ranks that are new to a training have another compressor
-            self._stock = None
+            self.gradients.let_stock_exchange(None)
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
                 self.install(state.carry(self.reducer, self.make_reducer(compressor)), compressor)
@@ -310,7 +186,7 @@ class Session:
 
     def watch(self, observer: Any) -> None:
         """Tell telemetry's observer of all steps. The ranks meet again: their observers' joint acts must be equal."""
-        self.note("watch()")
+        self.phases.note("watch()")
         before = self._observer
         self.observe(observer)
         if self.has_met:

@@ -162,17 +162,17 @@ class Compression(Handle):
                 session.failed(error)
                 raise
         else:
-            session.ready(slot)
+            session.gradients.ready(slot)
         return torch.full((1,), self._carrier), slot
 
     def _begin(self) -> None:
         """Begin a backward pass."""
         session = self._session
-        session.begin()
+        session.gradients.begin()
         here = self._network.generation
         if session.membership.met_in is not here:  # now, since Horovod waits for ever for a carrier that another rank lacks
             session.meet()
-        self._door.begun_in, self._leaves = here, session.stock is not None
+        self._door.begun_in, self._leaves = here, session.gradients.stock is not None
         self._carrier = self._network.world.rank + CARRIER
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
@@ -196,7 +196,7 @@ class Compression(Handle):
         if not session.reducer.on_updates:
             if carrier is not None and (result := (door.begun_in, carrier.item())) != self._result:
                 door.scale, self._result = self._scale(result[1]), result
-            session.finish(door.scale)
+            session.gradients.finish(door.scale)
         if session.reducer.on_updates:  # perhaps since finish()
             end_backward(session)
         door.begun_in = None
@@ -299,7 +299,7 @@ class CarrierFree(HorovodDoor):
         if p.grad.is_sparse:
             self._make_dense(slot)
         if self._waits:
-            session.ready(slot)
+            session.gradients.ready(slot)
             return functools.partial(self._wait, compression, p), slot
         if slot.is_row_major and p.grad.is_contiguous() and p.grad.device == slot.layer.device:
             try:
@@ -308,11 +308,11 @@ class CarrierFree(HorovodDoor):
                 session.failed(error)
                 raise
         else:
-            session.ready(slot)
+            session.gradients.ready(slot)
         return functools.partial(getattr, p, "grad"), slot
 
     def _begin(self, session: Session) -> None:
-        session.begin()
+        session.gradients.begin()
         self.begun_in = session.network.generation
         self.scale = float(session.network.world.size) if session.sums else 1.0
         self._waits = session.turns is not None or self._takes_sparse or session.membership.met_in is not self.begun_in

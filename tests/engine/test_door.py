@@ -86,12 +86,12 @@ class PostHandle(Handle):
         super().__init__(spec, self._parameters, network, Options(), door)
 
     def exchange(self) -> None:
-        self._session.begin()
+        self._session.gradients.begin()
         for slot in self._parameters.slots:
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
-            self._session.ready(slot)
-        self._session.finish()
+            self._session.gradients.ready(slot)
+        self._session.gradients.finish()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -29,10 +29,10 @@ def in_phase(phase: Phase) -> Session:
     if phase is not Phase.UNMET:
         session.meet()
     if phase is Phase.EXCHANGING:
-        session.ready(session.slot(parameter))
+        session.gradients.ready(session.slot(parameter))
     if phase is Phase.FAILED:
         session.failed(ValueError("the network is gone"))
-    assert session.phase is phase
+    assert session.phases.now is phase
     return session
 
 
@@ -44,12 +44,12 @@ def test_an_event_leads_where_its_row_says(event: str, phase: Phase) -> None:
     follows = TRANSITIONS[event].get(phase, phase)
     if isinstance(follows, str):
         with pytest.raises(RuntimeError) as error:
-            session.note(event)
+            session.phases.note(event)
         assert ("the network is gone" in str(error.value)) == (phase is Phase.FAILED)
-        assert session.phase is phase
+        assert session.phases.now is phase
     else:
-        session.note(event)
-        assert session.phase is (Phase.IDLE if follows is Phase.UNMET and session.has_met else follows)
+        session.phases.note(event)
+        assert session.phases.now is (Phase.IDLE if follows is Phase.UNMET and session.has_met else follows)
 
 
 @pytest.mark.parametrize("remedy", ["", "; or load a state from before"])
@@ -57,14 +57,14 @@ def test_after_a_failure_a_door_adds_its_remedy(remedy: str) -> None:
     session, parameter = made(after_failure=remedy)
     session.failed(ValueError("the network is gone"))
     parameter.grad = torch.randn(100)
-    for call in (session.finish, lambda: session.ready(session.slot(parameter))):
+    for call in (session.gradients.finish, lambda: session.gradients.ready(session.slot(parameter))):
         with pytest.raises(RuntimeError, match="refuses further steps") as error:
             call()  # type: ignore[operator]
         assert str(error.value).endswith(f"from their last states{remedy}")
     other, _ = made()
     session.resume.load_state_dict(other.resume.state_dict())
-    session.ready(session.slot(parameter))
-    session.finish()
+    session.gradients.ready(session.slot(parameter))
+    session.gradients.finish()
 
 
 def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the_residual_over() -> None:
@@ -72,10 +72,10 @@ def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the
     session, parameter = made()
     for _ in range(2):
         parameter.grad = torch.randn(100)
-        session.ready(session.slot(parameter))
+        session.gradients.ready(session.slot(parameter))
         with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
-            session.note("change()")
-        session.finish()
+            session.phases.note("change()")
+        session.gradients.finish()
     residual = session.resume.residual()["p"].clone()
     session.resume.change(make("dense"))
     assert torch.equal(session.resume.residual()["p"], residual) and residual.any()

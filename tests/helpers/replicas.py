@@ -55,7 +55,7 @@ class Replica:
             weight.grad = None if grad is None or not weight.requires_grad else grad.to(weight.dtype, copy=True)
         if session is None:
             return
-        session.begin()
+        session.gradients.begin()
         there = [each for each in self.weights.values() if each.grad is not None and each.numel()]
         if session.reducer.on_updates:
             for each in there:
@@ -65,8 +65,8 @@ class Replica:
             session.updates.note_backward()
         else:
             for each in there:
-                session.ready(session.slot(each))
-            session.finish()
+                session.gradients.ready(session.slot(each))
+            session.gradients.finish()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step, as the hook before it does."""

@@ -108,16 +108,16 @@ class Rank:
         """Exchange a drawn gradient, and return the update."""
         self.parameter.grad = torch.randn(SHAPE, generator=self._draws)
         self.given += self.parameter.grad
-        self.session.ready(self.session.slot(self.parameter))
-        self.session.finish(scale)
+        self.session.gradients.ready(self.session.slot(self.parameter))
+        self.session.gradients.finish(scale)
         self.came += self.parameter.grad
         return self.parameter.grad
 
     def idle(self) -> None:
         """Take a step without a gradient."""
         self.parameter.grad = None
-        self.session.begin()
-        self.session.finish()
+        self.session.gradients.begin()
+        self.session.gradients.finish()
         if self.optimizer is not None:
             self.optimizer.step()
             self.came = -self.parameter.detach().double()

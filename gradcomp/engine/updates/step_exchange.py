@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradcomp.core.requests import Gather
 from gradcomp.engine import state
+from gradcomp.engine.announcement import of_updates
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import layer_rates
 from gradcomp.engine.digests import differences, digests
@@ -25,7 +26,7 @@ from gradcomp.engine.phases import Phase
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import local
 from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGradients
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, decay_of, kept_weights
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of, kept_weights
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import give_up_failed, makes_state, warn_user
@@ -84,9 +85,10 @@ _APART = (
 class StepExchange:
     """The exchange of updates of one session: what it does around backward passes and steps, of which steps.py tells it.
 
-    gradients: this rank's own, of the last backward pass. has_gradients: some have come since the last step;
-    has_unchecked_gradients: since the last end of a backward pass; has_seen_gradients: ever. lags: other ranks step, and this
-    one has no batch. in_step: steps under way, as in a closure. keeps_residuals: also where an optimizer's state is loaded.
+    gradients: this rank's own, of the last backward pass. given_momentum: the spec's, in place of the optimizers'.
+    has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
+    has_seen_gradients: ever. lags: other ranks step, and this one has no batch. in_step: steps under way, as in a closure.
+    keeps_residuals: also where an optimizer's state is loaded.
     """
 
     session: Any  # which has this object
@@ -96,6 +98,7 @@ class StepExchange:
         self.optimizers = Optimizers(session.slots)
         self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network, self.optimizers.layers)
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
+        self.given_momentum: Momentum | None = None
         self.in_step = 0
         self.keeps_residuals = False
         self._passes = 0  # backward passes since the last step of any optimizer that trains the parameters
@@ -147,11 +150,12 @@ class StepExchange:
         None where nothing needs to be said: on one rank, or in a closure of a step, whose calls are each rank's own.
         """
         session = self.session
-        if session.last_phase is Phase.FAILED:
-            session.note("the end of a step")
+        if session.phases.last is Phase.FAILED:
+            session.phases.note("the end of a step")
         self.has_unchecked_gradients = False
         give_up_failed()
-        session.meet()
+        if session.membership.met_in is not session.network.generation:
+            session.meet()
         try:
             poison = self.gradients.end()
             if poison is None or self.in_step or session.network.world.size == 1:
@@ -190,11 +194,12 @@ class StepExchange:
         waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
         if door.needs_gradients and (waits or door.calls_another(optimizer, has_gradients)):
             return None
-        if (trained := self.optimizers.find_stepping(optimizer, session.given_momentum)) is None:
+        if (trained := self.optimizers.find_stepping(optimizer, self.given_momentum)) is None:
             return None
-        if session.last_phase is Phase.FAILED:
-            session.note("the optimizer's step")
-        session.meet()
+        if session.phases.last is Phase.FAILED:
+            session.phases.note("the optimizer's step")
+        if session.membership.met_in is not session.network.generation:
+            session.meet()
         try:
             if trained.reducer is not session.reducer:
                 self._regroup(optimizer, trained)
@@ -270,7 +275,12 @@ class StepExchange:
             self.session.failed(error)
             raise
         self.has_gradients = False
-        self.session.end_updates(optimizer)
+        session = self.session
+        if session.announcement.is_due:
+            session.announcement.say(session.spec, of_updates(optimizer, self.optimizers), session.turns)
+        if session.turns is not None:
+            session.turns.note_step()
+            session.take_turn()
 
     def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         trained.momentum.show()

@@ -139,7 +139,7 @@ class Replica:
     def step(self, grads: Sequence[Tensor]) -> None:
         """Step on this rank's own gradients. The session exchanges what that does to the weights."""
         flat, session = [grad.reshape(-1) for grad in grads], self.session
-        session.begin()
+        session.gradients.begin()
         session.updates.gradients.add(flat)
         if (poison := session.updates.end_backward()) is not None:
             flat[0] = flat[0].clone()
