@@ -12,17 +12,14 @@
 
 // The twins that are linked in: the emulator's module has no CPU twins, a build for CPUs no CUDA twins.
 #if defined(GRADCOMP_SIMT)
-#define WITH_CPU false
 #define WITH_CUDA false
 #define CPU_TWIN(name) nullptr
 #define CUDA_TWIN(name) cuda::name
 #elif defined(GRADCOMP_CUDA)
-#define WITH_CPU true
 #define WITH_CUDA true
 #define CPU_TWIN(name) cpu::name
 #define CUDA_TWIN(name) cuda::name
 #else
-#define WITH_CPU true
 #define WITH_CUDA false
 #define CPU_TWIN(name) cpu::name
 #define CUDA_TWIN(name) nullptr
@@ -67,7 +64,6 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
 #else
   m.attr("cuda_version") = 0;
 #endif
-  m.attr("built_with_cpu") = WITH_CPU;
 #define KERNEL(name, arguments, ...)                                                               \
   define(m, #name, #arguments, Twin<decltype(&cpu::name)>{CPU_TWIN(checks::name), CPU_TWIN(name)}, \
          Twin<decltype(&cpu::name)>{CUDA_TWIN(checks::name), CUDA_TWIN(name)})

@@ -41,7 +41,6 @@
   (::gradcomp::has_bytes(NAMED(payload), BlocksPayload(n, bits).bytes()) && ::gradcomp::is_aligned(NAMED(payload), payload))
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
-#define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
 
 namespace gradcomp {
 

@@ -102,10 +102,6 @@ SHARED_MATH int exponent_of(uint32_t magnitude) {
 // Count the entries of a payload: the header's count, at most its capacity. The count must not be negative.
 SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return count < capacity ? count : capacity; }
 
-// The verdict on a bucket in whose update, as it was delivered, an entry is not finite (ops.inc).
-SHARED_MATH int32_t verdict_of(int64_t step, bool failed) { return static_cast<int32_t>(2 * step + (failed ? 1 : 0)); }
-SHARED_MATH bool is_of_step(int32_t verdict, int64_t step) { return verdict >> 1 == step; }
-
 // Add to an entry of a residual, unless x is not finite.
 SHARED_MATH float add_if_finite(float to, float x) { return is_finite(x) ? within_largest(to + x) : to; }
 

@@ -15,7 +15,6 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.context import layer_rates
-from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.phases import Door
 from gradcomp.engine.plan import checked_shapes
@@ -87,7 +86,7 @@ class Simulation:
         first = Session(make(spec), slots, networks[0], options, door)
         self._sessions = [first]
         for rank, network in enumerate(networks[1:], 1):
-            checks = replace(options, delivery=functools.partial(_Check, first, rank))
+            checks = replace(options, deliver=functools.partial(_compare, rank))
             self._sessions.append(Session(first.compressor, slots, network, checks, door))
         self.bytes_sent = [0] * world
 
@@ -251,24 +250,10 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
-class _Check(Delivery):
-    """The delivery of a rank after the first. It compares means with those of the first, in place of writing them."""
-
-    def __init__(self, first: Session, rank: int, buckets: Sequence[Bucket], slots: Mapping[str, Slot]):
-        super().__init__(buckets, slots)
-        self._first, self._rank, self._of = first, rank, slots
-
-    def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
-        for name, of_layer in bucket.layout.views(update.flat).items():
-            expected = self._of[name].update
-            assert expected is not None
-            if not _are_equal(expected, of_layer) and not (
-                _is_marked(expected, update) and _are_equal(expected[1:], of_layer[1:])
-            ):
-                raise RuntimeError(
-                    f"rank {self._rank} has another update of {name!r} than rank 0: {bucket.compressor} is not deterministic"
-                )
-
-    def add_back(self, scale: float, step: int, buckets: Sequence[Bucket] | None = None) -> None:
-        """Add the first rank's updates back after a step that failed, which is the same one on all ranks."""
-        self._first.reducer.deliveries.of(self.keeping[0]).add_back(scale, step, self.keeping)
+def _compare(rank: int, bucket: Bucket, of_first: Sequence[Tensor], update: Update, _: float) -> None:
+    """Compare the update of a rank after the first with what the first has written."""
+    for name, expected, own in zip(bucket.layout.names, of_first, update.flat.split(bucket.layout.sizes), strict=True):
+        if not _are_equal(expected, own) and not (_is_marked(expected, update) and _are_equal(expected[1:], own[1:])):
+            raise RuntimeError(
+                f"rank {rank} has another update of {name!r} than rank 0: {bucket.compressor} is not deterministic"
+            )

@@ -49,7 +49,6 @@ ROOMS = [
     "engine/updates/progress",
     "engine/bucket",
     "engine/plan",
-    "engine/delivery",
     "engine/clock",
     "engine/updates/steps",
     "engine/updates/agreement",

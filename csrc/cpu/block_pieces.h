@@ -50,7 +50,7 @@ void stretches(OptionalSpan<const uint8_t> marks, int64_t at, int64_t count, Use
 }
 
 // Read a run as float32: in place, or cast into the buffer.
-const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
+inline const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
   const auto* halves = static_cast<const uint16_t*>(grads.data[piece]) + offset;
   switch (grads.dtype[piece]) {
     case Dtype::f32:

@@ -67,22 +67,17 @@ static __device__ __forceinline__ void read_share(const Pieces& grads, int piece
   }
 }
 
-// Write `count` entries into their piece, and return them as they then stand there.
+// Write `count` entries into their piece.
 template <bool kWhole>
-static __device__ __forceinline__ Four write_piece(const Pieces& grads, int piece, int64_t entry, int count, const Four& four) {
+static __device__ __forceinline__ void write_piece(const Pieces& grads, int piece, int64_t entry, int count, const Four& four) {
   const Dtype dtype = grads.dtype[piece];
   if (dtype == Dtype::f32) {
     store<kWhole>(place<float>(grads, piece, entry), count, four);
-    return four;
+    return;
   }
   FourHalves halves;
-  Four written;
-  for (int i = 0; i < 4; ++i) {
-    halves.x[i] = dtype == Dtype::f16 ? float_to_f16(four.x[i]) : float_to_bf16(four.x[i]);
-    written.x[i] = float_of(dtype, halves.x[i]);
-  }
+  for (int i = 0; i < 4; ++i) halves.x[i] = dtype == Dtype::f16 ? float_to_f16(four.x[i]) : float_to_bf16(four.x[i]);
   store<kWhole>(place<uint16_t>(grads, piece, entry), count, halves);
-  return written;
 }
 
 // Whether the tile lies in entries begin to end of a piece, whose fours are aligned there.

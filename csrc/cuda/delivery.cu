@@ -1,6 +1,6 @@
-// Updates out, on a GPU: written into the gradients where they lie, taken back after a step that failed, and wiped.
+// Updates out, on a GPU: written into the gradients where they lie, and wiped.
 //
-// Bytes an entry (f32 pieces): spread 8, add_back 0, or 12 after a step that failed. One launch each, for the whole bucket.
+// Bytes an entry of spread (f32 pieces): 8. One launch for the whole bucket.
 
 #include <type_traits>
 
@@ -14,11 +14,9 @@ namespace {
 
 constexpr unsigned kThreads = kTileThreads;
 
-__global__ void __launch_bounds__(kThreads)
-    spread_tiles(const float* flat, const float* first, const uint8_t* marks, const __grid_constant__ Pieces grads,
-                 int32_t* verdict, float scale, int64_t step) {
+__global__ void __launch_bounds__(kThreads) spread_tiles(const float* flat, const float* first, const uint8_t* marks,
+                                                         const __grid_constant__ Pieces grads, float scale) {
   const bool failed = !is_finite(first[0]);
-  bool all_finite = true;
   // kWhole: all four are there and aligned. A run lies in one line, since both begin at multiples of four.
   const auto is_empty = [&](int64_t entry) { return marks != nullptr && marks[entry / kLine] == 0; };
   const auto deliver = [&](auto whole, int piece, int64_t entry, int count, const Four& from, bool empty) {
@@ -26,8 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     Four to;
     for (int i = 0; i < 4; ++i) to.x[i] = empty ? 0.0f : scale * from.x[i];  // 0 where scale is infinite too, as on a CPU
     if (failed && entry == grads.begin[piece]) to.x[0] = not_a_number();
-    const Four delivered = write_piece<kWhole>(grads, piece, entry, count, to);
-    for (const float x : delivered.x) all_finite &= is_finite(x);
+    write_piece<kWhole>(grads, piece, entry, count, to);
   };
   const int piece = is_aligned(flat) ? only_piece(grads) : -1;
   if (piece >= 0) {
@@ -45,22 +42,6 @@ __global__ void __launch_bounds__(kThreads)
       deliver(std::false_type{}, its, entry, count, empty ? Four{} : load_four(flat + entry, count), empty);
     });
   }
-  if (verdict != nullptr && (failed || !all_finite)) atomicMax(verdict, verdict_of(step, failed));
-}
-
-__global__ void __launch_bounds__(kThreads)
-    add_back_tiles(const __grid_constant__ Pieces grads, float* of, const int32_t* verdicts, int64_t buckets, int64_t bucket,
-                   float scale, int64_t step) {
-  bool of_step = false;
-  for (int64_t i = threadIdx.x; i < buckets; i += kThreads) of_step |= is_of_step(verdicts[i], step);
-  if (!__syncthreads_or(of_step) || verdicts[bucket] == verdict_of(step, true)) return;
-  const float back = 1.0f / scale;
-  for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    const Four delivered = read_piece(grads, piece, entry, count);
-    Four residual = load_four(of + entry, count);
-    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], delivered.x[i] * back);
-    store_four(of + entry, count, residual);
-  });
 }
 
 __global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, const uint8_t* marks) {
@@ -71,17 +52,9 @@ __global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, c
 }  // namespace
 
 void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            OptionalSpan<int32_t> verdict, float scale, int64_t step, Queue queue) {
+            float scale, Queue queue) {
   if (flat.size == 0) return;
-  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, first.data, marks.data, grads, verdict.data,
-         scale, step);
-}
-
-void add_back(const Pieces& grads, Span<float> residual, Span<const int32_t> verdicts, int64_t bucket, float scale,
-              int64_t step, Queue queue) {
-  if (residual.size == 0) return;
-  LAUNCH(add_back_tiles, blocks_for(residual.size, kTile), kThreads, 0, queue, grads, residual.data, verdicts.data,
-         verdicts.size, bucket, scale, step);
+  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, first.data, marks.data, grads, scale);
 }
 
 void wipe(Span<float> flat, Span<uint8_t> marks, Queue queue) {

@@ -60,7 +60,7 @@ class Fragment:
         the outer step leaves the others alone.
         """
         self.session.gradients.finish()
-        succeeded = not self.session.reducer.deliveries.has_failed()
+        succeeded = all(bool(each.isfinite().all()) for each in self._progress)  # which are the means now
         if succeeded:
             for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):
                 start.grad = mean.view(start.shape) if moves else None

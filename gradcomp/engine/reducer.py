@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -22,11 +23,11 @@ from gradcomp.core.requests import Gather, Reply, Send, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.delivery import Deliveries, Delivery, MakeDelivery
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.updates.agreement import Agreement
 from gradcomp.engine.updates.hidden_momentum import Momentum
+from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
 
@@ -35,20 +36,28 @@ BUCKET_MB, BUCKETS_OF_UPDATES = 25, 4
 # Seeds stay below this, so that kernels can add a bucket's number to one.
 LARGEST_SEED = 2**62
 
+# Delivers scale times a bucket's update to the arrays of its layers.
+Deliver = Callable[[Bucket, Sequence[Tensor], Update, float], None]
+
+
+def write(_: Bucket, arrays: Sequence[Tensor], update: Update, scale: float) -> None:
+    """Write an update into the arrays, scale times."""
+    kernels.spread(update.flat, arrays, scale, update.marks)
+
 
 @dataclass(frozen=True)
 class Options:
     """The options that a door passes on from its user.
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; None: see BUCKET_MB. seed: the seed of random
-    draws; later buckets add their index. memory: the lender of scratch and updates, a new one by default. delivery: makes what
-    delivers a part's means.
+    draws; later buckets add their index. memory: the lender of scratch and updates, a new one by default. deliver: what becomes
+    of means.
     """
 
     bucket_mb: float | None = None
     seed: int = 0
     memory: Memory | None = None
-    delivery: MakeDelivery = Delivery
+    deliver: Deliver = write
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -137,8 +146,7 @@ class Reducer:
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
             for i, each in enumerate(planned)
         ]
-        written = [] if on_updates else self.buckets
-        self.deliveries = Deliveries(written, [] if on_updates else self.part_numbers, slots, options.delivery)
+        self._deliver, self._takes_back = options.deliver, not on_updates and self.keeps_residual
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.steps_done = 0
         self.traffic, self.sending = Traffic(), Traffic()
@@ -283,8 +291,8 @@ class Reducer:
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
-        if not self.on_updates:
-            self.deliveries.end_step(self.context.scale)
+        if self._takes_back:
+            self._take_back()
         for bucket in self.buckets:
             if bucket.has_started or bucket.grads:
                 bucket.forget_grads()
@@ -314,7 +322,6 @@ class Reducer:
             bucket.running = bucket.answer = None
             bucket.forget_grads()
         self.context.has_begun, self._agreement = False, None
-        self.deliveries.discard()
         self.watch(self.observer)
         if self.observer is not None:
             self.clock = StepClock()
@@ -354,12 +361,12 @@ class Reducer:
             if self.observer is not None:
                 self.observer.delivered(bucket, end.value)
             with _range("deliver", bucket) if profiler._is_profiler_enabled else _NO_RANGE:
-                if bucket.progress is not None and not bucket.of_weights:
-                    bucket.progress.return_rest()
                 if bucket.of_weights and bucket.progress is not None:
                     bucket.progress.deliver(end.value, self.context.scale)
                 else:
-                    self.deliveries.write(bucket, end.value, self.context.scale)
+                    if bucket.progress is not None:
+                        bucket.progress.return_rest()
+                    self._deliver(bucket, self._arrays(bucket), end.value, self.context.scale)
             if end.value.source is not None:
                 self.context.memory.give_back(end.value)
         else:
@@ -374,6 +381,27 @@ class Reducer:
                 agreement.end()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
+
+    def _arrays(self, bucket: Bucket) -> Sequence[Tensor]:
+        """Return the arrays that a bucket's mean is written into. All of its slots have one of their own, or none has."""
+        if self.slots[bucket.layout.names[0]].update is None:
+            return bucket.ordered_grads
+        return [update for name in bucket.layout.names if (update := self.slots[name].update) is not None]
+
+    def _take_back(self) -> None:
+        """Return what was delivered to the residuals, in every bucket, if an entry of it is not finite: nobody takes that step.
+
+        A bucket whose own exchange failed has kept everything. Its first entry is NaN.
+        """
+        delivered = [self._arrays(bucket) for bucket in self.buckets]
+        squares = [torch.zeros(bucket.count, dtype=torch.float64, device=bucket.layout.device) for bucket in self.buckets]
+        for arrays, of_bucket in zip(delivered, squares, strict=True):
+            kernels.sum_squares(arrays, of_bucket, self.context.memory)
+        if all(bool(of_bucket.isfinite().all()) for of_bucket in squares):
+            return
+        for bucket, arrays in zip(self.buckets, delivered, strict=True):
+            if bucket.progress is not None and not bool(arrays[0].view(-1)[0].isnan()):
+                bucket.progress.take_back(arrays, self.context.scale)
 
     @property
     def bytes_dense(self) -> int:

@@ -45,13 +45,12 @@ class Update:
     """The mean update of a bucket. An exchange returns it; the driver of the exchange gives it back to its memory.
 
     flat: all entries. marks: one for each line of 64 entries, 0 if the line holds only zeros; None if unknown. source: the
-    arrays that it was lent from; None if it was not lent. is_wiped: it is all zeros again, and so are its marks.
+    arrays that it was lent from; None if it was not lent.
     """
 
     flat: Tensor
     marks: Tensor | None = None
     source: ZeroedUpdate | None = field(default=None, repr=False)
-    is_wiped: bool = False
 
     @property
     def first(self) -> Tensor:
@@ -104,11 +103,10 @@ class Memory:
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
-        """Take an update back and wipe its marked lines, unless they are. An update that was not lent is left alone."""
+        """Take an update back and wipe its marked lines. An update that was not lent is left alone."""
         source, update.source = update.source, None
         if source is not None:
-            if not update.is_wiped:
-                extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
+            extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
             if source.streams.has_streams:
                 source.streams.clear()
                 source.streams.note()

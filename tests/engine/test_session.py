@@ -81,18 +81,16 @@ def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the
     assert torch.equal(session.resume.residual()["p"], residual) and residual.any()
 
 
-def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None:
-    """Its bucket had delivered an update that was not finite. Adding the next step's updates back would count them twice."""
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_step_that_failed_in_one_bucket_returns_the_updates_of_the_others(scale: float) -> None:
+    """Whoever sees an update that is not finite takes none of them. The bucket itself has kept its finite entries already."""
     slots = {name: Slot(name, (100,), torch.device("cpu")) for name in ("a", "b")}
     reducer = Reducer(make("topk:ratio=1,wire=exact"), slots, MemoryNetwork(Board(1), 0, 1), Options(bucket_mb=1e-6))
-    assert len(reducer.buckets) == 2
-    reducer.ready(slots["a"], torch.full((100,), float("inf")))
-    reducer.advance()
-    reducer.abort()
-    for bucket in reducer.buckets:
-        assert bucket.progress is not None
-        bucket.progress.residual.zero_()
-    for slot in slots.values():
-        reducer.ready(slot, torch.ones(100))
-    reducer.finish()
-    assert not any(bucket.progress.residual.any() for bucket in reducer.buckets)
+    grads = {name: torch.ones(100) for name in slots}
+    grads["a"][3] = torch.inf
+    reducer.ready_all([*slots.values()], [each.clone() for each in grads.values()])
+    reducer.finish(scale)
+    residuals = [bucket.copied_residual() for bucket in reducer.buckets]
+    assert len(residuals) == 2
+    for name, found in {name: each for own in residuals for name, each in own.items()}.items():
+        assert torch.equal(found, grads[name].nan_to_num(posinf=0.0)), name

@@ -173,39 +173,6 @@ def add_and_settle_levels(draw: Draw) -> Made:
 
 
 @maker
-def spread_and_wipe(draw: Draw) -> Made:
-    while True:
-        values, _ = gradients.spread(draw)
-        if len(values["flat"]) > 0:
-            break
-    flat, marks = values["flat"], values["marks"]
-    if marks is None:
-        marks = draw.lend(np.ones(gradients.lines(len(flat)), np.uint8))
-    values |= {"marks": marks, "first": flat}
-
-    def check() -> None:
-        copies = copy(values)
-        grads = [each.was.copy() for each in values["grads"]]
-        typed = [torch.from_numpy(own).view(torch.bfloat16) if is_bfloat16(each) else own for own, each in pairs(grads, values)]
-        rest = [copies[name] for name in ("verdict", "scale", "step")]
-        extension.native.spread(copies["flat"], copies["flat"], copies["marks"], typed, *rest)
-        extension.native.wipe(copies["flat"], copies["marks"])
-        check_written(values, copies, "flat", "marks", "verdict")
-        for own, each in pairs(grads, values):
-            expect(own.tobytes() == each.now.tobytes() or same(own, each.now), "a gradient is not the update")
-
-    return values, check
-
-
-def pairs(grads: list[Content], values: dict[str, Any]) -> list[tuple[Content, Lent]]:
-    return list(zip(grads, values["grads"], strict=True))
-
-
-def is_bfloat16(lent: Lent) -> bool:
-    return isinstance(lent.given, torch.Tensor) and lent.given.dtype == torch.bfloat16
-
-
-@maker
 def write_header(draw: Draw) -> Made:
     flag, header, count = draw.maybe(draw.flag()), draw.garbage(2, "int32"), draw.choice((0, 1, 1000, 2**31 - 1))
 

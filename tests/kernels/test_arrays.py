@@ -128,10 +128,6 @@ REFUSED: list[tuple[Callable[[Arrays], Any], str]] = [
     (offer(pieces=(2, 2), decays=lambda a: a.f(1)), "offer_progress: decays has 1 entries, but needs at least 2"),
     (lambda a: kernels.deliver_progress(a.f(4), [a.f(4)], a.f(3), a.f(4)), "rest has 3 entries, but update has 4"),
     *(
-        (lambda a, at=at: kernels.add_back([a.f(4)], a.f(4), a.i(3), at), rf"add_back: bucket={at} must be in \[0, 3\)")
-        for at in (-1, 3, HUGE)
-    ),
-    *(
         (lambda a, n=n: kernels.find_levels(a.f(100), "mean", n, 2, a.f(2), a.f(1)), rf"find_levels: group={n} must be in \[32")
         for n in (31, 2**31, HUGE)
     ),

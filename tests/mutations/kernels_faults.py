@@ -54,10 +54,6 @@ KERNEL_FAULTS: Table = {
                 "multiply(g, buffer, count, scales.data[piece]);",
                 "multiply(g, buffer, count, 1.0f);",
             ),
-            "a bucket whose own exchange failed is taken back, too": (
-                "  if (verdicts.data[bucket] == verdict_of(step, true)) return;\n",
-                "",
-            ),
         },
         ("test_definitions.py", "test_above.py"): {
             "an entry that a take sends goes on growing older, on a CPU": ("if (ages.given()) ages.data[i] = 0;", ""),
@@ -99,10 +95,6 @@ KERNEL_FAULTS: Table = {
                 "if (failed && entry == 0)",
             ),
             "gradients are not scaled on a GPU": ("return to.scales != nullptr ? to.scales[piece] : 1.0f;", "return 1.0f;"),
-            "a failed step is taken back by another scale than it was delivered with": (
-                "const float back = 1.0f / scale;",
-                "const float back = 1.0f;",
-            ),
         },
         ("test_take.py",): {
             "peaks that are too large are trusted: what is counted below their bound is not all that there is": (

@@ -198,4 +198,4 @@ def test_memory_goes_with_its_owner_and_so_does_that_of_an_ended_thread() -> Non
     thread.start()
     thread.join()
     gc.collect()
-    assert len(alive) == 4 and [ref for ref in alive if ref() is not None] == []
+    assert len(alive) == 5 and [ref for ref in alive if ref() is not None] == []

@@ -226,6 +226,11 @@ class Progress:
         if self.keeps_rest:
             self.residual.add_(self.start).clamp_(-LARGEST, LARGEST)
 
+    def take_back(self, delivered: Sequence[Tensor], scale: float) -> None:
+        """Add an update that was delivered, scale times, to the residual, but for entries that are not finite."""
+        update = torch.cat([each.reshape(-1) for each in delivered]).float() / scale
+        self.residual.add_(update.nan_to_num(0.0, 0.0, 0.0)).clamp_(-LARGEST, LARGEST)
+
     @torch.no_grad()
     def go_back(self) -> None:
         """Return the weights to their start, of a step that is not exchanged."""

@@ -101,60 +101,16 @@ def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = Tru
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 
-def spread(
-    flat: Array,
-    grads: Sequence[Array],
-    scale: float = 1.0,
-    marks: Array | None = None,
-    *,
-    verdict: Array | None = None,
-    step: int = 1,
-    wipes: bool = False,
-) -> bool:
-    """Write scale * flat into the gradients, each in its own memory and type. Return whether flat is zeros now.
-
-    marks: of an update, to skip its zeros.
-    verdict: int32[1]; tells add_back() whether the bucket failed in this step.
-    wipes: set flat and its marks to zeros in the same call, if one call is enough.
-    """
+def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array | None = None) -> None:
+    """Write scale * flat into the gradients, each in its own memory and type. marks: of an update, to skip its zeros."""
     if marks is None and len(grads) <= MOST_PIECES:
-        extension.native.spread(flat, flat, None, grads, verdict, scale, step, **queue(flat))
-        return False
+        extension.native.spread(flat, flat, None, grads, scale, **queue(flat))
+        return
     chunks = chunks_of(grads)
-    if wipes and marks is not None and len(chunks) == 1:
-        extension.native.spread_and_wipe(flat, marks, grads, verdict, scale, step, **queue(flat))
-        return True
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
     for part, _, place in chunks:
         first = flat if place is None else flat[:1]
-        extension.native.spread(part_of(flat, place), first, marks, part, verdict, scale, step, **queue(flat))
-    return False
-
-
-def may_have_failed(verdicts: Tensor, step: int) -> bool:
-    """Look for verdicts of this step or a later one. Return True on a GPU, since a look would wait for it."""
-    if on_cuda(verdicts) or not extension.native.built_with_cpu:
-        return True
-    return have_failed(verdicts, step)
-
-
-def have_failed(verdicts: Tensor, step: int) -> bool:
-    """Look for verdicts of this step or a later one. This waits for the device."""
-    return int(verdicts.max()) >= 2 * step
-
-
-def add_back(
-    grads: Sequence[Array],
-    residual: Array,
-    verdicts: Array,
-    bucket: int,
-    scale: float = 1.0,
-    *,
-    step: int = 1,
-) -> None:
-    """Add the delivered update to the residual if a verdict is of this step, unless this bucket itself failed."""
-    for part, _, place in chunks_of(grads):
-        extension.native.add_back(part, part_of(residual, place), verdicts, bucket, scale, step, **queue(residual))
+        extension.native.spread(part_of(flat, place), first, marks, part, scale, **queue(flat))
 
 
 def write_header(header: Array, flag: Array | None = None) -> None:
