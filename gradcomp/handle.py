@@ -54,8 +54,6 @@ class Handle:
         >>> handle.stats()["compression"]
     """
 
-    _session_class: type[Session] = Session
-
     def __init__(
         self,
         spec: str | Compressor,
@@ -67,7 +65,7 @@ class Handle:
     ):
         """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
         compressor, auto = beginning_of(spec)
-        self._session, self._stock = self._session_class(compressor, slots, network, options, door), stock
+        self._session, self._stock = Session(compressor, slots, network, options, door), stock
         self._choose(auto)
 
     def _choose(self, auto: Auto | None) -> None:

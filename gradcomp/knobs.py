@@ -25,7 +25,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 class Knob:
     """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
 
-    alias: an older name, or an empty text. word: a text that stands in place of a number, or an empty one.
+    word: a text that stands in place of a number, or an empty one.
     default_of: the default of an instance, if it has its own.
     """
 
@@ -36,7 +36,6 @@ class Knob:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     multiple: int = 1
-    alias: str = ""
     word: str = ""
     default_of: Callable[[Any], Any] | None = None
 
@@ -84,7 +83,6 @@ def knob(
     most: float | None = None,
     choices: Iterable[Any] = (),
     multiple: int = 1,
-    alias: str = "",
     word: str = "",
     default_of: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -99,11 +97,10 @@ def knob(
         most: Inclusive upper bound.
         choices: The allowed values.
         multiple: A number that divides every allowed value.
-        alias: An older name, which specs may still use.
         word: A text allowed in place of a number.
         default_of: The default of an instance, if it has its own.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, alias, word, default_of)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, word, default_of)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 

@@ -238,9 +238,7 @@ def settings_of(spec: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the knobs of a spec. fields: those that its name knows."""
     name, _, tail = spec.strip().partition(":")
     settings: dict[str, Any] = {}
-    aliases = {knobs.declaration(field).alias: knob_ for knob_, field in fields.items()}
-    for given, text in _split(spec, tail, [*fields]):
-        knob_ = aliases.get(given, given)
+    for knob_, text in _split(spec, tail, [*fields]):
         if knob_ in settings:
             raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
         if knob_ not in fields:

@@ -3,7 +3,7 @@
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 The best level b between two levels l < r fulfils P(v in [b, r]) (r - l) = E[v - l; v in [l, r]]. The search starts from the
 smallest and the largest entry and puts a level into every interval: once for three levels, twice for five, three times for
-nine. Five levels, and the levels of a lopsided group, are then refined (csrc/math_optimal.h).
+nine. Five levels, and the levels of a lopsided group, are then refined (csrc/math_levels.h).
 """
 
 from __future__ import annotations

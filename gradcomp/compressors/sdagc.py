@@ -58,7 +58,7 @@ class Sdagc(Compressor):
         most=16,
         word="auto",
     )
-    scope: str = knob("bucket", "scope of a threshold; layer: as published", choices=("layer", "bucket"), alias="per")
+    scope: str = knob("bucket", "scope of a threshold; layer: as published", choices=("layer", "bucket"))
     small: str = knob(
         "none",
         "tiny and one-dimensional layers: dense; pool = one threshold for all; none = like other layers",

@@ -150,11 +150,6 @@ class Membership:
         self._leader = 0
 
     @property
-    def has_met(self) -> bool:
-        """True if the ranks have met since the network was last initialised."""
-        return self.met_in is self._network.generation
-
-    @property
     def place(self) -> Place | None:
         """Return this rank's place; None before the network is initialised."""
         return Place(self._network.world.rank, self._network.world.size) if self._network.ready else None

@@ -185,9 +185,9 @@ class Reducer:
         """Describe what the ranks exchange."""
         return "updates" if self.on_updates else "gradients"
 
-    def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
-        """Note a layer's gradient, by default the slot's. See ready_all()."""
-        self.ready_all((slot,), (slot.read() if grad is None else grad,))
+    def ready(self, slot: Slot, grad: Tensor) -> None:
+        """Note a layer's gradient. See ready_all()."""
+        self.ready_all((slot,), (grad,))
 
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note layers' gradients, and start each bucket with its last one.
@@ -322,7 +322,6 @@ class Reducer:
             bucket.running = bucket.answer = None
             bucket.forget_grads()
         self.context.has_begun, self._agreement = False, None
-        self.watch(self.observer)
         if self.observer is not None:
             self.clock = StepClock()
             self.observer.discard()

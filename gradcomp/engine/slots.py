@@ -31,8 +31,8 @@ def local(tensor: Any) -> Tensor:
 class Slot:
     """A layer's place in a model: an exchange reads its gradient here, or gets it handed in, and writes its update here.
 
-    name, layer: of the parameter. shape: of its gradient. parameter: the parameter itself, if there is one. order: of the
-    dimensions in memory. update: the flat array for the update; None: the gradient becomes the update.
+    name, layer: of the parameter. shape: of its gradient. parameter: the parameter itself, if there is one. update: the flat
+    array for the update; None: the gradient becomes the update.
     """
 
     update: Tensor | None = None
@@ -40,7 +40,6 @@ class Slot:
     def __init__(self, name: str, shape: Sequence[int], device: torch.device, parameter: torch.nn.Parameter | None = None):
         self.name, self.shape, self.parameter = name, torch.Size(shape), parameter
         self.layer = Layer(self.shape.numel(), extension.numbered(device), len(self.shape))
-        self.order = list(range(len(self.shape)))
 
     def read(self) -> Tensor:
         """Return the gradient as a contiguous array."""
@@ -67,7 +66,7 @@ class Slot:
 class ParameterSlot(Slot):
     """The slot of a parameter's gradient. Entries are numbered in the order of its memory: channels-last costs no copy.
 
-    copy: of the gradient, whose memory has another order.
+    order: of the dimensions in memory. copy: of the gradient, whose memory has another order.
     """
 
     parameter: torch.nn.Parameter

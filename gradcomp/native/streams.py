@@ -10,7 +10,7 @@ from gradcomp.native import extension
 
 
 class Streams:
-    """The streams of a device that have work on a bucket. A CPU has none.
+    """The streams of a device that have work on a bucket. A CPU has none: its callers do without.
 
     Autograd calls a hook on the stream of the layer's forward pass. The hook that fills a bucket, and step(), may have others.
     Mostly there is one, which its handle tells: torch's object of a stream costs ten times as much, and is made once.
@@ -24,20 +24,16 @@ class Streams:
     @property
     def are_captured(self) -> bool:
         """True while the current stream is captured as a CUDA graph."""
-        return self.has_streams and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
     def note(self) -> None:
         """Note that the current stream has work on the bucket: it made a gradient."""
-        if not self.has_streams:
-            return
         handle = extension.current_stream(self._device.index)
         if handle not in self._busy:
             self._busy[handle] = self._know(handle)
 
     def join(self) -> None:
         """Make the current stream wait for the others. It alone then has work on the bucket."""
-        if not self.has_streams:
-            return
         handle = extension.current_stream(self._device.index)
         current = self._know(handle)
         for other, stream in self._busy.items():

@@ -11,7 +11,6 @@ PROGRAM_FAULTS: Table = {
         },
         ("test_announcement.py",): {
             "every rank says what all ranks know": ("    return not lead or any(lead)\n", "    return True\n"),
-            "a rank does not say what it alone knows": ("    if not (of_one_rank or speaks()):\n", "    if not speaks():\n"),
         },
         ("test_telemetry.py",): {
             "no range of a trace says which bucket it is of": (

@@ -96,13 +96,6 @@ def test_a_capture_waits_for_its_own_streams_alone(device: Device) -> None:
     assert capturing.waited_for == [2]
 
 
-def test_a_cpu_is_not_asked_for_streams(device: Device) -> None:
-    own = Streams(torch.device("cpu"))
-    own.note()
-    own.join()
-    assert device.asked == 0 and own._busy == {}
-
-
 @pytest.mark.parametrize("spec", ["topk:ratio=0.5", "sdagc"])
 def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
     device: Device, spec: str, monkeypatch: pytest.MonkeyPatch

@@ -62,7 +62,6 @@ class Lgc(Compressor):
         "relative coding error above which a step's entries stay in the residual; inf = none",
         above=0,
         most=math.inf,
-        alias="bound",
     )
     wire: str = wire_knob()
 

@@ -85,7 +85,7 @@ class HiddenMomentum:
         self,
         optimizer: torch.optim.Optimizer,
         given: Momentum | None,
-        own: Collection[int] | None = None,
+        own: Collection[int],
         exchanged: Collection[int] = (),
     ):
         self._optimizer, self._given, self._own = weakref.ref(optimizer), given, own
@@ -102,8 +102,6 @@ class HiddenMomentum:
 
     def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
         """Say whether the group trains the session's parameters, and none whose updates nobody exchanges."""
-        if self._own is None:
-            return True
         trained = [id(each) for each in group["params"] if each.requires_grad]
         return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
 
@@ -190,7 +188,7 @@ class HiddenMomentum:
         for group in [each for each in optimizer.param_groups if id(each) in self._groups]:
             momentum = Momentum(float(_value(group, rule)), bool(group.get("nesterov", False)))
             m = momentum.value
-            for parameter in [each for each in group["params"] if self._own is None or id(each) in self._own]:
+            for parameter in [each for each in group["params"] if id(each) in self._own]:
                 state = optimizer.state.get(parameter, {})
                 moment = state.get(rule.buffer)
                 if not isinstance(moment, Tensor) or not 0 < m < 1:

@@ -219,12 +219,12 @@ def _is_users(frame: FrameType) -> bool:
     return _module(frame).partition(".")[0] not in INNER_PACKAGES
 
 
-def warn_user(text: str, *, of_one_rank: bool = False) -> None:
-    """Warn at the user's line that called a step() or backward(), on rank 0. of_one_rank: a fact that others may not know.
+def warn_user(text: str) -> None:
+    """Warn at the user's line that called a step() or backward(), on rank 0.
 
     A backward pass on a GPU has threads of torch's, without a line of the user's: the main thread waits at one for them.
     """
-    if not (of_one_rank or speaks()):
+    if not speaks():
         return
     every = [*_callers(sys._getframe(1))]
     if not any(map(_is_users, every)):  # other stacks may change while they are looked at: no sooner than they must be

@@ -44,6 +44,10 @@ def made(kind: type, *, hidden: bool = False) -> Any:
     return kind(parameters(), **{**own, **(without if hidden else {})})
 
 
+def hidden_of(optimizer: Optimizer) -> HiddenMomentum:
+    return HiddenMomentum(optimizer, None, [id(each) for group in optimizer.param_groups for each in group["params"]])
+
+
 # --- Shares
 
 
@@ -88,11 +92,11 @@ def test_exact_classes_alone_hide_theirs() -> None:
     assert {*CLASSES} == {*RULES}
     for kind in CLASSES:
         own = type("Own", (kind,), {})
-        assert HiddenMomentum(made(kind), None).rule is RULES[kind]
-        assert HiddenMomentum(own(parameters(), **CLASSES[kind][0]), None).rule is None
+        assert hidden_of(made(kind)).rule is RULES[kind]
+        assert hidden_of(own(parameters(), **CLASSES[kind][0])).rule is None
     others = [optim.Adagrad(parameters()), optim.Adadelta(parameters()), optim.ASGD(parameters()), optim.Rprop(parameters())]
     for each in others:
-        assert HiddenMomentum(each, None).rule is None
+        assert hidden_of(each).rule is None
 
 
 def test_horovods_subclass_is_seen_through() -> None:
@@ -100,10 +104,10 @@ def test_horovods_subclass_is_seen_through() -> None:
     for kind in CLASSES:
         horovods: Any = type(kind.__name__, (kind,), {"skip_synchronize": None})
         optimizer = horovods(parameters(), **CLASSES[kind][0])
-        assert class_of(optimizer) is kind and HiddenMomentum(optimizer, None).rule is RULES[kind]
+        assert class_of(optimizer) is kind and hidden_of(optimizer).rule is RULES[kind]
         own = type("Own", (kind,), {})
         of_own: Any = type("Own", (own,), {"skip_synchronize": None})
-        assert HiddenMomentum(of_own(parameters(), **CLASSES[kind][0]), None).rule is None
+        assert hidden_of(of_own(parameters(), **CLASSES[kind][0])).rule is None
 
 
 @every_class
@@ -113,7 +117,7 @@ def test_a_momentum_on_a_device_is_left_to_the_optimizer(kind: type) -> None:
     (group,) = optimizer.param_groups
     value = torch.tensor(value_of(optimizer))
     group.update({"betas": (value, 0.999)} if "betas" in group else {"momentum": value})
-    hidden = HiddenMomentum(optimizer, None)
+    hidden = hidden_of(optimizer)
     before = dict(group)
     hidden.hide()
     assert hidden.rule is None and dict(group) == before and hidden.of(group) == Momentum()
@@ -125,7 +129,7 @@ def test_a_momentum_on_a_device_is_left_to_the_optimizer(kind: type) -> None:
 @every_class
 def test_settings_are_hidden_during_a_step_alone(kind: type) -> None:
     optimizer, plain = made(kind), made(kind, hidden=True)
-    hidden = HiddenMomentum(optimizer, None)
+    hidden = hidden_of(optimizer)
     (group,), (wanted,) = optimizer.param_groups, plain.param_groups
     before = dict(group)
     for _ in range(2):
@@ -324,7 +328,7 @@ def test_a_first_moment_of_adams_kin_is_the_sum_of_steps_to_come(kind: type) -> 
         weight.grad = 1 + 0.01 * torch.randn(50, generator=generator)
         optimizer.step()
     moment = "momentum_buffer" if kind is RMSprop else "exp_avg"
-    ((parameter, step),) = [(each, step.clone()) for each, step in HiddenMomentum(optimizer, None).take_undelivered()]
+    ((parameter, step),) = [(each, step.clone()) for each, step in hidden_of(optimizer).take_undelivered()]
     assert parameter is weight and not optimizer.state[weight][moment].any()
     m = 0.8
     whole = settings["lr"] * m / (1 - m) / (1 if kind is not RMSprop else 1 - m)  # gradients of 1 in each step
