@@ -97,11 +97,10 @@ def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Ac
     for shard in owners.values():
         state.slice(acc.residual, shard).zero_()
     total = state.padded(acc.residual, position.shard) * share
-    residual = torch.zeros_like(total)
     for rank in sorted(received):
         total += received[rank]["values"]
-    flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
-    kernels.accumulate(
+    residual, flag = torch.empty_like(total), torch.zeros(1, dtype=torch.int32, device=total.device)
+    kernels.collect(
         total.split(state.shard_layout.sizes), residual, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
     )
     flags = [flag, *(payload["flag"] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]

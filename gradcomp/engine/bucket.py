@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
 from gradcomp.core.requests import World
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.feedback import Feedback, cut_factors
+from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.health import INTERVAL, Health
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.updates.progress import Progress, Statistics
@@ -113,39 +112,24 @@ class Bucket:
             self.frozen.set_aside(frozen)
         if self.of_weights:
             return self.progress.offer(context, self.steps, frozen)
-        given = context.memory.scratch("given", self.layout.total, self.flat, "float32")
-        kernels.flatten(self.ordered_grads, given)
-        arrays = given.split(self.layout.sizes)
-        if (scales := self._clip(context)) is not None:
-            torch._foreach_mul_([*arrays], [*scales.unbind()])
-        return self.progress.offer_given(arrays, context, frozen)
+        return self.progress.offer_given(self._copied_and_cut(self.feedback, context), context, frozen)
 
     def _collect_gradients(self, context: StepContext, frozen: Sequence[int]) -> Acc:
-        found = self._statistics
-        assert found is not None
+        feedback, found = self.feedback, self._statistics
+        assert feedback is not None and found is not None
+        grads = self._copied_and_cut(feedback, context) if feedback.clip else self.ordered_grads
         flag, moments, peaks = found.flag, found.moments, found.peaks
-        scales = self._clip(context)
-        kernels.accumulate(
-            self.ordered_grads,
-            self.flat,
-            flag,
-            scales=scales,
-            moments=moments,
-            peaks=peaks,
-            residual_factor=0.0,
-            memory=context.memory,
-        )
+        kernels.collect(grads, self.flat, flag, moments=moments, peaks=peaks, memory=context.memory)
         spans = self.layout.spans_of(frozen) if frozen else ()
         return Acc(self.flat, context.memory, None, flag, moments, context.rates(self.layout), peaks, spans)
 
-    def _clip(self, context: StepContext) -> Tensor | None:
-        """Return the factors that cut each layer's gradient to clip / sqrt(ranks); None without a clip."""
-        feedback = self.feedback
-        if feedback is None or not feedback.clip:
-            return None
-        squares = torch.zeros(self.count, dtype=torch.float64, device=self.layout.device)
-        kernels.sum_squares(self.ordered_grads, squares, context.memory)
-        return cut_factors(feedback.clip / math.sqrt(context.world.size), squares, feedback.clip_by == "model")
+    def _copied_and_cut(self, feedback: Feedback, context: StepContext) -> Sequence[Tensor]:
+        """Copy the gradients, which are the user's, and cut the copies."""
+        given = context.memory.scratch("given", self.layout.total, self.flat, "float32")
+        kernels.flatten(self.ordered_grads, given)
+        arrays: Sequence[Tensor] = given.split(self.layout.sizes)
+        feedback.cut(arrays, context.world)
+        return arrays
 
     def exchange(self, acc: Acc, world: World) -> Steps:
         """Start the exchange of a step."""

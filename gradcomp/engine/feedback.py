@@ -5,9 +5,12 @@ Feedback is the wrapper that a spec's knobs configure. What it keeps is in engin
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layer, Steps, Traits
@@ -122,19 +125,25 @@ class Feedback(Wrapper):
         assert gentler is not None
         return gentler
 
+    @torch.no_grad()
+    def cut(self, grads: Sequence[Tensor], world: World, loss_scale: Tensor | None = None) -> None:
+        """Cut a rank's gradients, where the spec says clip=, as torch does. loss_scale: by which they are still multiplied.
+
+        A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
+        """
+        if not self.clip or not grads:
+            return
+        squares = torch.stack([each.double().square().sum() for each in grads])
+        if loss_scale is not None:
+            squares /= loss_scale.to(squares.device, non_blocking=True).double() ** 2
+        squares.nan_to_num_(0.0, 0.0, 0.0)
+        norms = squares.sum().sqrt().expand_as(squares) if self.clip_by == "model" else squares.sqrt()
+        factors = (self.clip / math.sqrt(world.size) / (norms + 1e-6)).clamp(max=1).float()
+        torch._foreach_mul_([*grads], [*factors.unbind()])
+
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
     """Wrap a compressor in Feedback, unless it is exact and none of Feedback's knobs is set."""
     if compressor.traits.outermost or (compressor.traits.exact and not settings):
         return compressor
     return Feedback(compressor, **{"feedback": compressor.traits.fed_back, **settings})
-
-
-def cut_factors(bound: float | Tensor, squares: Tensor, whole_model: bool) -> Tensor:
-    """Return the factors that cut gradients to a bound, as torch computes them. squares: the sum of each layer's.
-
-    A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
-    """
-    squares.nan_to_num_(0.0, 0.0, 0.0)
-    norms = squares.sum().sqrt().expand_as(squares) if whole_model else squares.sqrt()
-    return (bound / (norms + 1e-6)).clamp(max=1).float()

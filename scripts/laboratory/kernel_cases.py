@@ -29,8 +29,8 @@ from laboratory import options
 from laboratory.timing import Case
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k of |x|", "torch add_, top-k, gather, fill"
-TAKE_TOPK, FEEDBACK, SIMULATED = "take_topk", "accumulate, take_topk", "Simulation step, topk"
-SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
+TAKE_TOPK, FEEDBACK, SIMULATED = "take_topk", "collect, take_topk", "Simulation step, topk"
+SDAGC, SDAGC_SIMULATED = "collect, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
 ORQ_3, ORQ_5, ORQ_9 = (f"ORQ-{levels}, round and add" for levels in (3, 5, 9))
 BINGRAD_B = "BinGrad-b, round and add"
@@ -78,7 +78,7 @@ class Arrays:
         return torch.full((self.n,), math.nan, device=self.device)
 
     def moments(self) -> Tensor:
-        """Make the arrays into which accumulate measures each layer."""
+        """Make the arrays into which collect measures each layer."""
         return self.zeros(len(self.sizes) * MOMENTS, torch.float64).view(-1, MOMENTS)
 
     def payload(self) -> dict[str, Any]:
@@ -102,16 +102,16 @@ def passes(arrays: Arrays) -> list[Case]:
     flat, value, whole, taken, wide = (zeros() for _ in range(5))
     moments, squares = arrays.moments(), zeros(len(arrays.sizes), torch.float64)
     out = [list(zeros().split(arrays.sizes)) for _ in arrays.inputs]
-    accumulate = kernels.accumulate
+    collect = kernels.collect
 
     def with_moments(i: int) -> None:
-        accumulate(grads(i), wide, flag, moments=moments, memory=arrays.memory)
+        collect(grads(i), wide, flag, moments=moments, memory=arrays.memory)
 
     return [
         Case("sum_squares", lambda i: kernels.sum_squares(grads(i), squares, arrays.memory), 4 * n),
         Case("flatten", lambda i: kernels.flatten(grads(i), flat), 8 * n),
-        Case("accumulate", lambda i: accumulate(grads(i), value, flag), 12 * n),
-        Case("accumulate, moments", with_moments, 12 * n),
+        Case("collect", lambda i: collect(grads(i), value, flag), 8 * n),
+        Case("collect, moments", with_moments, 8 * n),
         Case("offer_all", lambda i: kernels.offer_all(arrays.input(i), taken, flag), 8 * n),
         Case("settle_all", lambda i: kernels.settle_all(whole, taken), 4 * n),
         Case("spread", lambda i: kernels.spread(arrays.input(i), out[i % len(out)], 0.5), 8 * n),
@@ -133,7 +133,7 @@ def sparse(arrays: Arrays) -> list[Case]:
     peaks = kernels.peaks(n, arrays.device, RATIO, measured=False)
 
     def feedback(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), plain, flag, peaks=peaks)
+        kernels.collect(arrays.grads(i), plain, flag, peaks=peaks)
         kernels.take_topk(plain, k, **payload, flag=flag, peaks=peaks, memory=memory)
 
     def only_take(i: int) -> None:
@@ -141,7 +141,7 @@ def sparse(arrays: Arrays) -> list[Case]:
 
     return [
         Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
-        Case(FEEDBACK, feedback, (12 + take_reads(n, arrays.device)) * n),
+        Case(FEEDBACK, feedback, (8 + take_reads(n, arrays.device)) * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
         Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
         Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
@@ -160,7 +160,7 @@ def above(arrays: Arrays) -> list[Case]:
     peaks, chosen = kernels.peaks(n, arrays.device), (ends, thresholds)
 
     def feedback(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), value, flag, moments=moments, peaks=peaks, memory=memory)
+        kernels.collect(arrays.grads(i), value, flag, moments=moments, peaks=peaks, memory=memory)
         kernels.set_thresholds(moments, ends, lam, thresholds)
         kernels.take_above(value, *chosen, **payload, flag=flag, peaks=peaks, memory=memory)
 
@@ -172,7 +172,7 @@ def above(arrays: Arrays) -> list[Case]:
 
     pack(0)
     return [
-        Case(SDAGC, feedback, 12 * n),
+        Case(SDAGC, feedback, 8 * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
         Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),

@@ -47,9 +47,11 @@ class Cost(NamedTuple):
 # A scattered entry counts 80 bytes: 64 to read and to write the 32 bytes around its place, and 16 for the entry itself.
 SCATTERED, ADD_PACKED = Kernel(80 * c.RATIO), Kernel(80 * c.RATIO, 0.16)
 FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
-ADD, MEASURE = Kernel(12), Kernel(12, 3.0)
-# take_topk reads all entries, then peaks and a tenth of the lines; behind accumulate, in a large bucket, the latter twice.
-# take_above reads all, or the latter behind accumulate, and then the bits of all.
+COLLECT, MEASURE = Kernel(8), Kernel(8, 3.0)
+# The simulated steps of the records added gradients to a residual in one pass.
+ADD, ADD_AND_MEASURE = Kernel(12), Kernel(12, 3.0)
+# take_topk reads all entries, then peaks and a tenth of the lines; behind collect, in a large bucket, the latter twice.
+# take_above reads all, or the latter behind collect, and then the bits of all.
 DIGITS, CANDIDATES, PEAKS = Kernel(4.06, 1.9), Kernel(0.5, 0.55), Kernel(0.06, 0.03)
 MARK, MARK_BY_PEAKS, LIST = Kernel(4.13, 1.0), Kernel(0.6, 0.55), Kernel(0.13)
 TAKE, TAKE_BY_PEAKS = (DIGITS, CANDIDATES), (PEAKS, CANDIDATES, CANDIDATES)
@@ -68,13 +70,13 @@ COSTS = {
     c.ADD: Cost((Kernel(12),)),
     "sum_squares": Cost((SQUARES,), 2),
     "flatten": Cost((FLATTEN,)),
-    "accumulate": Cost((ADD,)),
-    "accumulate, moments": Cost((MEASURE,), 2),
+    "collect": Cost((COLLECT,)),
+    "collect, moments": Cost((MEASURE,), 2),
     "offer_all": Cost((Kernel(8),)),
     "settle_all": Cost((Kernel(4),)),
     "spread": Cost((SPREAD,)),
     c.TAKE_TOPK: Cost(TAKE, 6),
-    c.FEEDBACK: Cost((ADD, *TAKE), 7),
+    c.FEEDBACK: Cost((COLLECT, *TAKE), 7),
     "add_sparse": Cost((SCATTERED,)),
     "settle_sparse, nothing to do": Cost(()),
     "settle_sparse": Cost((SCATTERED,)),
@@ -104,12 +106,12 @@ COSTS = {
     c.BLOCKS_SIMULATED: Cost((ADD, TAKE_BLOCKS, Kernel(4), ADD_BLOCKS, SPREAD), 7),
     # Measured beside their kernels: 8 bytes of each entry for the delivery, and 8 more for the means of dense.
     c.SIMULATED: Cost((ADD, *TAKE, Kernel(8)), 11),
-    c.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_MEASURED, Kernel(8)), 14),
+    c.SDAGC_SIMULATED: Cost((ADD_AND_MEASURE, *TAKE_MEASURED, Kernel(8)), 14),
     "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
 }
 
 # The same of one large bucket.
-BY_PEAKS = {c.FEEDBACK: Cost((ADD, *TAKE_BY_PEAKS), 9)}
+BY_PEAKS = {c.FEEDBACK: Cost((COLLECT, *TAKE_BY_PEAKS), 9)}
 
 
 def milliseconds(n: int, name: str) -> dict[str, float]:

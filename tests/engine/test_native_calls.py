@@ -12,7 +12,7 @@ from gradcomp.engine.health import INTERVAL
 from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES
 
-# Of gradients: accumulate; take and pack; add and settle; spread. Of updates: copy the weights, offer; take and pack; add and
+# Of gradients: collect; take and pack; add and settle; spread. Of updates: copy the weights, offer; take and pack; add and
 # settle; deliver, wipe.
 MOST_CALLS, MOST_CALLS_OF_UPDATES = 4, 6
 # No residual's health is measured in them.

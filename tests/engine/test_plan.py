@@ -78,9 +78,9 @@ def test_bytes_of_the_largest_payloads_are_counted_in_full(wire: str, capacity: 
 
 def test_the_scratch_of_the_largest_buckets_is_counted_in_full(device: torch.device) -> None:
     """Scratch for twice as many entries is about twice as much: no product of its formulas wraps around."""
-    for count in (f"{name}_scratch" for name in ("take_topk", "take_above", "heaviest", "accumulate")):
+    for count in (f"{name}_scratch" for name in ("take_topk", "take_above", "heaviest", "collect")):
         words = getattr(extension.native, count)
-        for most in (1, 224) if count.startswith("accumulate") else (1, 2**20, 2**29):
+        for most in (1, 224) if count.startswith("collect") else (1, 2**20, 2**29):
             half, whole = words(device.type == "cuda", 2**30, most), words(device.type == "cuda", MOST_ENTRIES, most)
             assert 0 < half <= whole <= 2 * half
 

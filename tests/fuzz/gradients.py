@@ -51,7 +51,7 @@ def sum_squares(draw: Draw) -> Made:
     n = draw.size()
     grads = draw.pieces(n)
     squares = draw.garbage(len(grads) + draw.randrange(2), "float64")
-    words = extension.native.accumulate_scratch(False, n, len(grads)) + draw.choice((0, 0, 1, 100))
+    words = extension.native.collect_scratch(False, n, len(grads)) + draw.choice((0, 0, 1, 100))
 
     def check() -> None:
         with np.errstate(all="ignore"):
@@ -63,38 +63,26 @@ def sum_squares(draw: Draw) -> Made:
 
 
 @maker
-def accumulate(draw: Draw) -> Made:
+def collect(draw: Draw) -> Made:
     n = draw.size()
-    grads, residual = draw.pieces(n), draw.lend(draw.floats(n, 0.1))
-    scales = draw.maybe(draw.lend(draw.floats(len(grads))), 0.3)
+    grads, flat = draw.pieces(n), draw.garbage(n, "float32")
     measured = draw.likely(0.4)
     moments = draw.garbage(len(grads) * extension.MOMENTS, "float64") if measured else None
-    words = extension.native.accumulate_scratch(False, n, len(grads))
-    peaks = draw.maybe(draw.garbage(lines(n), "uint32"))
-    flag, of_residual = draw.garbage(1, "int32"), f32(draw.choice((0, 1, 0.5)))
-    arrays = {
-        "grads": grads,
-        "scales": scales,
-        "residual": residual,
-        "flag": flag,
-        "moments": moments,
-        "peaks": peaks,
-        "scratch": draw.garbage(words, "uint32") if measured or draw.likely(0.2) else None,
-    }
+    words = extension.native.collect_scratch(False, n, len(grads))
+    peaks, flag = draw.maybe(draw.garbage(lines(n), "uint32")), draw.garbage(1, "int32")
 
     def check() -> None:
         g = joined(grads)
-        if scales is not None:
-            g = np.repeat(scales.was, [len(each) for each in grads]) * g
         good = finite(g)
-        expect(same(residual.now, within(of_residual * residual.was + np.where(good, g, f32(0)))), "residual is wrong")
+        expect(same(flat.now, within(np.where(good, g, f32(0)))), "flat is wrong")
         expect(flag.now[0] == (not good.all()), "flag is wrong")
         if peaks is not None:
-            expect(same(peaks.now.view(np.uint32), peaks_of(residual.now)), "peaks are wrong")
+            expect(same(peaks.now.view(np.uint32), peaks_of(flat.now)), "peaks are wrong")
         if moments is not None:
-            check_moments(moments.now, grads, residual.now)
+            check_moments(moments.now, grads, flat.now)
 
-    return {**arrays, "of_residual": float(of_residual)}, check
+    scratch = draw.garbage(words, "uint32") if measured or draw.likely(0.2) else None
+    return {"grads": grads, "flat": flat, "flag": flag, "moments": moments, "peaks": peaks, "scratch": scratch}, check
 
 
 def check_moments(moments: Content, pieces: list[Lent], of: Content) -> None:

@@ -47,7 +47,7 @@ def offer_progress(draw: Draw) -> Made:
     ages, share = draw.maybe(draw.lend(draw.words(n, "uint8")), 0.7), shares(draw)
     flag, measured = draw.garbage(1, "int32"), draw.likely(0.4)
     moments = draw.garbage(len(weights) * extension.MOMENTS, "float64") if measured else None
-    words = extension.native.accumulate_scratch(False, n, len(weights))
+    words = extension.native.collect_scratch(False, n, len(weights))
     peaks = draw.maybe(draw.garbage(lines(n), "uint32"))
     factor, of_residual = f32(draw.choice((1, 1, draw.factor()))), f32(draw.choice((1, 1, 0, 0.5)))
     arrays = {

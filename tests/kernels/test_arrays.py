@@ -28,8 +28,8 @@ def test_numpy_goes_in_as_it_is() -> None:
     kernels.add_sparse(residual, values, indices, header)
     assert (residual == before).all()
     flag = np.zeros(1, np.int32)
-    kernels.accumulate([before, residual[:0]], residual, flag)
-    assert (residual == before + before).all()
+    kernels.collect([-before, residual[:0]], residual, flag)
+    assert (residual == -before).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy arrays need a GPU, and there is none")
@@ -61,8 +61,8 @@ class Arrays:
         return torch.zeros(n, dtype=torch.uint8, device=self.device)
 
 
-def accumulate(grads: Any, residual: Any, flag: int = 1, **options: Any) -> Callable[[Arrays], Any]:
-    return lambda a: kernels.accumulate(grads(a), residual(a), a.i(flag), **{name: of(a) for name, of in options.items()})
+def collect(grads: Any, flat: Any, flag: int = 1, **options: Any) -> Callable[[Arrays], Any]:
+    return lambda a: kernels.collect(grads(a), flat(a), a.i(flag), **{name: of(a) for name, of in options.items()})
 
 
 def take_topk(k: Any, n: int = 4, **options: Any) -> Callable[[Arrays], Any]:
@@ -100,16 +100,15 @@ def packed_payload(begin: int, more: int) -> Callable[[Arrays], Any]:
 
 FOUR, FLOATS = (lambda a: [a.f(4)]), (lambda a: a.f(4))
 REFUSED: list[tuple[Callable[[Arrays], Any], str]] = [
-    (accumulate(lambda a: [a.f(4).double()], FLOATS), r"grads\[0\] is float64, but must be float32, float16 or bfloat16"),
-    (accumulate(lambda a: [a.f(2), a.i(2)], FLOATS), r"grads\[1\] is int32"),
-    (accumulate(FOUR, lambda a: a.f(4).double()), "accumulate: residual is float64, but must be float32"),
-    (accumulate(FOUR, lambda a: a.f(4, 2)[:, 0]), "residual is not contiguous"),
-    (accumulate(lambda a: [a.f(2, 2).t()], FLOATS), r"grads\[0\] is not contiguous"),
-    (accumulate(FOUR, lambda a: a.f(5)), "grads have 4 entries in all, but residual has 5"),
-    (accumulate(FOUR, FLOATS, peaks=lambda a: a.i(2)), "peaks has 2 entries, but needs 1"),
-    (accumulate(FOUR, FLOATS, 0), "flag has 0 entries, but needs at least 1"),
-    (accumulate(FOUR, FLOATS, residual_factor=lambda a: -1.0), "of_residual=-1 must be at least 0"),
-    (accumulate(FOUR, lambda a: [1.0, 2.0]), "accumulate: residual must be an array of torch, NumPy or CuPy, not .*list"),
+    (collect(lambda a: [a.f(4).double()], FLOATS), r"grads\[0\] is float64, but must be float32, float16 or bfloat16"),
+    (collect(lambda a: [a.f(2), a.i(2)], FLOATS), r"grads\[1\] is int32"),
+    (collect(FOUR, lambda a: a.f(4).double()), "collect: flat is float64, but must be float32"),
+    (collect(FOUR, lambda a: a.f(4, 2)[:, 0]), "flat is not contiguous"),
+    (collect(lambda a: [a.f(2, 2).t()], FLOATS), r"grads\[0\] is not contiguous"),
+    (collect(FOUR, lambda a: a.f(5)), "grads have 4 entries in all, but flat has 5"),
+    (collect(FOUR, FLOATS, peaks=lambda a: a.i(2)), "peaks has 2 entries, but needs 1"),
+    (collect(FOUR, FLOATS, 0), "flag has 0 entries, but needs at least 1"),
+    (collect(FOUR, lambda a: [1.0, 2.0]), "collect: flat must be an array of torch, NumPy or CuPy, not .*list"),
     *((take_topk(k), rf"k={k} must be in \[1, 4\], the number of entries of residual") for k in (0, -1, 5)),
     *(
         (
@@ -183,16 +182,16 @@ def test_too_many_arrays_for_one_launch_are_refused_below_and_cut_above() -> Non
 def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     torch.manual_seed(0)
     n, k = 1_500_000, 1500
-    g, start = torch.randn(n), torch.randn(n)
+    g = torch.randn(n)
     results = []
     for count in (1, threads):
-        residual, flag, ages = start.clone(), torch.zeros(1, dtype=torch.int32), torch.ones(n, dtype=torch.uint8)
+        residual, flag, ages = torch.empty(n), torch.zeros(1, dtype=torch.int32), torch.ones(n, dtype=torch.uint8)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
-        words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
-        extension.native.accumulate([g], None, residual, flag, moments, peaks, words, 0.9, threads=count)
+        words = torch.empty(extension.native.collect_scratch(False, n, 1), dtype=torch.int32)
+        extension.native.collect([g], residual, flag, moments, peaks, words, threads=count)
         extension.native.take_topk(residual, ages, flag, peaks, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)

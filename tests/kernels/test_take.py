@@ -144,7 +144,7 @@ def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> No
     grads = [torch.randn(100) for _ in range(extension.MOST_PIECES + 1)]
     residual = torch.zeros(100 * len(grads))
     peaks = kernels.peaks(len(residual), residual.device)
-    kernels.accumulate(grads, residual, flag_on(residual.device), peaks=peaks)
+    kernels.collect(grads, residual, flag_on(residual.device), peaks=peaks)
     assert (peaks == extension.UNKNOWN_PEAK).all()
     wanted, taken = reference.topk(residual, 77), to_take(77)
     kernels.take_topk(residual, 77, **taken, peaks=peaks)

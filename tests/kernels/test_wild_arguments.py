@@ -24,7 +24,7 @@ def test_an_array_between_two_addresses_of_its_type_is_refused(device: torch.dev
         kernels.flatten([memory[1:5].view(np.float16)], np.zeros(2, np.float32))
 
 
-@pytest.mark.parametrize("kernel", ["accumulate", "take_topk", "take_above", "heaviest"])
+@pytest.mark.parametrize("kernel", ["collect", "take_topk", "take_above", "heaviest"])
 def test_a_size_of_scratch_never_overflows(kernel: str) -> None:
     for n in (0, 100, HUGE):
         for other in (0, HUGE, -HUGE):

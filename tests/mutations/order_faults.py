@@ -14,12 +14,12 @@ CONTROL = ("for", "if", "while")
 # The tests that run a file's kernels, besides those of all kernels.
 TESTS = {
     "block.cuh": ("test_take.py", "test_above.py", "test_packed.py"),
-    "block_moments.cuh": ("test_above.py", "test_feedback.py"),
+    "block_moments.cuh": ("test_above.py", "test_gradients.py"),
     "block_peaks.cuh": ("test_above.py", "test_progress.py"),
-    "block_records.cuh": ("test_above.py", "test_feedback.py"),
+    "block_records.cuh": ("test_above.py", "test_gradients.py"),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "device_select.cuh": ("test_take.py", "test_above.py"),
-    "feedback.cu": ("test_feedback.py", "test_above.py"),
+    "collect.cu": ("test_gradients.py", "test_above.py"),
     "heaviest.cu": ("test_sketch.py",),
     "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
@@ -81,7 +81,7 @@ def removals(path: Path, everything: str) -> Iterator[Fault]:
             FOLDER,
             text[first:last],
             text[first : found.start()] + wrong + text[end:last],
-            (*TESTS.get(path.name, ("test_take.py", "test_above.py", "test_feedback.py", "test_packed.py")), ALL),
+            (*TESTS.get(path.name, ("test_take.py", "test_above.py", "test_gradients.py", "test_packed.py")), ALL),
         )
 
 

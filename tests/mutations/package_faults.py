@@ -14,8 +14,8 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_feedback.py", "test_phases.py"): {
             "clipping is by all ranks, not by a rank's share": (
-                "feedback.clip / math.sqrt(context.world.size)",
-                "feedback.clip",
+                "self.clip / math.sqrt(world.size)",
+                "self.clip",
             ),
             "warm-up counts one stage too many": (
                 "(int(STAGES * steps / self.warmup) + 1) / (STAGES + 1)",

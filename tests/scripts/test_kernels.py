@@ -50,11 +50,11 @@ def test_every_kernel_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         torch.set_num_threads(threads)
     result = json.loads(out.read_text())
     named = {line["name"]: line for line in result["lines"]}
-    for kernel in ("flatten", "accumulate", "spread", "offer_all", "take_topk", "take_above", "add_sparse", "settle_sparse"):
+    for kernel in ("flatten", "collect", "spread", "offer_all", "take_topk", "take_above", "add_sparse", "settle_sparse"):
         assert named[kernel]["ms"]["low"] > 0
     assert named[cases.ADD]["ratio_to_add"]["median"] == 1
     assert named[cases.COPY]["share_of_copy"] == 1
-    assert named[cases.FEEDBACK]["bytes"] == 12 * 20_000
+    assert named[cases.FEEDBACK]["bytes"] == 8 * 20_000
     assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
     assert str(tmp_path) not in out.read_text()
     text = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_what_the_page_says_of_ways_beside_torchs_hook() -> None:
 
 def test_what_the_page_says_of_its_goals() -> None:
     large, small = ({line["name"]: share_of(line)[:-2] for line in NEWEST[name]["lines"]} for name in ("", "6m-"))
-    topk, sdagc = (f"{case}, momentum" for case in (cases.FEEDBACK, cases.SDAGC))
+    topk, sdagc = (f"accumulate, {case}, momentum" for case in ("take_topk", "moments, take_above"))  # rewritten since
     steps = f"`topk` 85 % ({large[topk]}) and SDAGC 85 ({large[sdagc]}), in 25 MB 70 ({small[topk]} and {small[sdagc]})"
     others = [large[case] for case in (cases.ORQ_3, cases.BLOCKS, cases.SKETCH)]
     said = "{}; ORQ with three levels 75 ({}), `blocks` 75 ({}), `sketch` 40 ({}).".format(steps, *others)
@@ -150,7 +150,10 @@ def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu
 
 @pytest.mark.parametrize(("name", "near"), [("", 0.1), ("layers-", 0.2), ("6m-", 0.25)])
 def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
-    """Shorter calls than 0.05 ms are launches alone, which vary with the machine. A simulation's small steps are the host's."""
+    """Shorter calls than 0.05 ms are launches alone, which vary with the machine. A simulation's small steps are the host's.
+
+    Records have accumulate, which has been rewritten since, and has another name now.
+    """
     names = {case.name for case in cases.cases(cases.Arrays(10_000, torch.device("cpu")))}
     assert set(kernel_prediction.COSTS) == names - {cases.TORCH_TOPK, cases.TORCH_STEP}
     record = NEWEST[name]
@@ -159,15 +162,10 @@ def test_predictions_are_near_the_newest_record(name: str, near: float) -> None:
     for line in record["lines"]:
         if line["name"] not in held or (measured := line["ms"]["median"]) < 0.05:
             continue
-        if line["name"] in kernel_prediction.BY_PEAKS:  # rewritten since, for large buckets
-            gpu = next(gpu for gpu in kernel_prediction.GPUS if gpu.name in record["machine"]["gpu"])
-            before = 1000 * kernel_prediction.COSTS[line["name"]].seconds(record["settings"]["size"], gpu)
-            assert before == pytest.approx(measured, rel=near) and predicted[line["name"]] <= before, line["name"]
-        else:
-            assert predicted[line["name"]] == pytest.approx(measured, rel=near), line["name"]
+        assert predicted[line["name"]] == pytest.approx(measured, rel=near), line["name"]
 
 
-@pytest.mark.parametrize("name", ["sum_squares", "flatten", "accumulate", "spread"])
+@pytest.mark.parametrize("name", ["sum_squares", "flatten", "spread"])
 def test_predictions_of_passes_are_near_an_h100s(name: str) -> None:
     """The other kernels have been rewritten since."""
     predicted = kernel_prediction.milliseconds(RECORD["settings"]["size"], RECORD["machine"]["gpu"])

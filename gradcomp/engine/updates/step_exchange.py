@@ -7,7 +7,6 @@ mean, equal to the last bit on all ranks. What the program does to its gradients
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from gradcomp.engine.announcement import of_updates
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import layer_rates
 from gradcomp.engine.digests import differences, digests
-from gradcomp.engine.feedback import cut_factors
 from gradcomp.engine.phases import Phase
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import local
@@ -382,22 +380,15 @@ class StepExchange:
         if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_CAPTURED.format(name=name))
 
-    @torch.no_grad()
     def _clip(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         """Cut this rank's gradients, where the spec says clip=. A fused optimizer divides them by a loss scale in its step."""
         scale = getattr(optimizer, "grad_scale", None)
         for bucket in trained.buckets:
-            feedback = bucket.feedback
-            if feedback is None or not feedback.clip:
+            if (feedback := bucket.feedback) is None or not feedback.clip:
                 continue
             grads = [self.session.slots.parameters[name].grad for name in bucket.layout.names]
             there = [local(each) for each in grads if each is not None and not each.is_sparse]
-            if there:
-                squares = torch.stack([each.double().square().sum() for each in there])
-                if isinstance(scale, Tensor):
-                    squares /= scale.to(squares.device, non_blocking=True).double() ** 2
-                bound, whole_model = feedback.clip / math.sqrt(self.session.network.world.size), feedback.clip_by == "model"
-                torch._foreach_mul_(there, [*cut_factors(bound, squares, whole_model).unbind()])
+            feedback.cut(there, self.session.network.world, scale if isinstance(scale, Tensor) else None)
 
     def _take_undelivered(self, trained: Trained) -> None:
         """Put what the optimizer's moments have not delivered of earlier gradients into the residual, once."""

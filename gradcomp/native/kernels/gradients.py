@@ -26,7 +26,7 @@ def scratch_of_squares(grads: Sequence[Tensor], squares: Tensor) -> Tensor | Non
     """Make scratch for sum_squares() of gradients of these sizes. Return None if one launch does not take them."""
     if len(grads) > MOST_PIECES:
         return None
-    words = scratch_words(extension.native, "accumulate", on_cuda(squares), sum(map(count, grads)), len(grads))
+    words = scratch_words(extension.native, "collect", on_cuda(squares), sum(map(count, grads)), len(grads))
     return torch.empty(words, dtype=torch.int32, device=squares.device)
 
 
@@ -49,21 +49,19 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
 LEAST_BY_PEAKS, MOST_BY_PEAKS = 1 << 23, 1 / 256
 
 
-def accumulate(
+def collect(
     grads: Sequence[Array],
-    residual: Array,
+    flat: Array,
     flag: Array,
     *,
-    scales: Array | None = None,
     moments: Array | None = None,
     peaks: Array | None = None,
-    residual_factor: float = 1.0,
     memory: Memory | None = None,
 ) -> None:
-    """Add gradients to a residual: residual <- residual_factor * residual + scales * grads.
+    """Copy the gradients into flat, as flatten() does, with 0 for entries that are not finite.
 
     flag: becomes 1 if an entry was not finite, otherwise 0.
-    moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual.
+    moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer.
     peaks: the result of peaks(); becomes each line's largest magnitude, by which a take skips lines.
     """
     memory = memory or Memory()
@@ -71,26 +69,24 @@ def accumulate(
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
         peaks = None
-    flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
+    flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), flat)
     for i, (part, layers, place) in enumerate(chunks):
-        flat = part_of(residual, place)
-        extension.native.accumulate(
+        to = part_of(flat, place)
+        extension.native.collect(
             part,
-            part_of(scales, layers),
-            flat,
+            to,
             flag if len(chunks) == 1 else flags[i : i + 1],
             part_of(moments, layers),
             peaks,
-            None if moments is None else lend_scratch(count(flat), part, residual, memory),
-            residual_factor,
-            **queue(residual),
+            None if moments is None else lend_scratch(count(to), part, flat, memory),
+            **queue(flat),
         )
     if len(chunks) > 1:
         flag[:] = flags.max()
 
 
 def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = True) -> Tensor | None:
-    """Make the peaks of n entries, which accumulate fills and takes read. Return None where no take gains by them.
+    """Make the peaks of n entries, which collect fills and takes read. Return None where no take gains by them.
 
     share: the part of the entries that a take sends; 0: no take reads peaks. measured: takes are those above thresholds, which
     always gain; on a GPU, those of the largest gain in large buckets, if they send few.

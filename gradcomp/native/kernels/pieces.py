@@ -33,5 +33,5 @@ def part_of(array: Array | None, span: slice | None) -> Array | None:
 
 def lend_scratch(n: int, pieces: Sequence[Array], like: Array, memory: Memory) -> Array:
     """Lend scratch for the moments of n entries in these pieces, or for the sums of their squares."""
-    words = scratch_words(extension.native, "accumulate", on_cuda(like), n, len(pieces))
+    words = scratch_words(extension.native, "collect", on_cuda(like), n, len(pieces))
     return memory.scratch("measuring", words, like)

@@ -35,7 +35,7 @@ def offer_progress(
     one that was sent in the step before. None: every entry's age is 1.
     shares: float32[512]. decays: float32, of each piece; decays * start is the part of its progress that factor leaves alone.
     flag: becomes 1 if an entry's progress was not finite, which counts as 0; otherwise 0.
-    moments, peaks: become those of the offered entries, see accumulate().
+    moments, peaks: become those of the offered entries, see collect().
     """
     if len(weights) <= MOST_PIECES:
         scratch = None if moments is None else lend_scratch(count(start), weights, residual, memory or Memory())

@@ -16,17 +16,13 @@ HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-HOT void multiply(const float* from, float* to, int64_t n, float factor) {  // which may be one array
-  for (int64_t i = 0; i < n; ++i) to[i] = factor * from[i];
-}
-
-// Add g to the residual. Returns whether an entry was refused because it is not finite.
-HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n, float of_residual) {
+// Copy g, with 0 for an entry that is not finite. Returns whether there was one.
+HOT bool copy_finite(const float* __restrict g, float* __restrict to, int64_t n) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
-    residual[i] = next_residual(residual[i], good ? g[i] : 0.0f, of_residual);
+    to[i] = good ? within_largest(g[i]) : 0.0f;
   }
   return refused != 0;
 }
@@ -42,24 +38,18 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
   });
 }
 
-void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<float> residual, Span<int32_t> flag,
-                OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float of_residual,
-                Queue queue) {
+void collect(const Pieces& grads, Span<float> flat, Span<int32_t> flag, OptionalSpan<double> moments,
+             OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, Queue queue) {
   const Runs runs(grads, scratch);
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock];
     bool mine = false;
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
-      const float* g = read(grads, piece, offset, count, buffer);
-      if (scales.given()) {
-        multiply(g, buffer, count, scales.data[piece]);
-        g = buffer;
-      }
-      float* sums = residual.data + at;
-      mine |= add(g, sums, count, of_residual);
-      if (peaks.given()) note_peaks(sums, at, count, peaks.data);
-      if (moments.given()) runs.store(piece, at, measure(sums, count));
+      float* to = flat.data + at;
+      mine |= copy_finite(read(grads, piece, offset, count, buffer), to, count);
+      if (peaks.given()) note_peaks(to, at, count, peaks.data);
+      if (moments.given()) runs.store(piece, at, measure(to, count));
     });
     if (mine) refused = true;
   });
@@ -67,7 +57,7 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<floa
   if (moments.given()) runs.merge_into(moments.data);
 }
 
-int64_t accumulate_scratch(int64_t n, int64_t pieces) { return Runs::words(n, pieces); }
+int64_t collect_scratch(int64_t n, int64_t pieces) { return Runs::words(n, pieces); }
 
 void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scratch, Queue queue) {
   const Runs runs(grads, scratch);
