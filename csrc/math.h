@@ -146,23 +146,21 @@ SHARED_MATH void store_moments(const Moments<T>& moments, T* five) {
 }
 
 // The threshold of a layer with these moments (set_thresholds in ops.inc).
-SHARED_MATH float threshold_of(const Moments<double>& all, float lam, bool from_zero, bool live) {
+SHARED_MATH float threshold_of(const Moments<double>& all, float lam) {
   const float below = -static_cast<float>(all.low), above = static_cast<float>(all.high);
   const float largest = below > above ? below : above;
   // Squares of entries beyond 10^17 may overflow. With an infinite sigma nothing would pass: take half of the largest.
   if (!(all.squares < kLargest)) return largest / 2;
-  double count = all.count, mean = all.mean, squares = all.squares;
+  double count = all.count, squares = all.squares;
   if (all.nonzero > 0 && all.nonzero < count) {
     // Leave the zeros out: each lies the mean away from it, and the other entries have a mean of their own.
     const double zeros = count - all.nonzero;
-    squares -= mean * mean * count * zeros / all.nonzero;
-    mean *= count / all.nonzero;
+    squares -= all.mean * all.mean * count * zeros / all.nonzero;
     count = all.nonzero;
   }
-  if (from_zero) squares += mean * mean * count;
   const double sigma = count > 0 && squares > 0 ? sqrt(squares / count) : 0.0;
   const float threshold = static_cast<float>(lam * sigma);
-  return live && largest > 0 && !(threshold < largest) ? float_of(bits_of(largest) - 1) : threshold;
+  return largest > 0 && !(threshold < largest) ? float_of(bits_of(largest) - 1) : threshold;
 }
 
 SHARED_MATH double within(double x, double least, double most) { return x < least ? least : x > most ? most : x; }

@@ -241,7 +241,7 @@ bool add_all(Span<float> target, const Spans<const uint8_t>& payloads, int64_t b
 
 void take_blocks(Span<float> residual, OptionalSpan<const int32_t> flag, int64_t bits, Span<uint8_t> payload, Queue queue) {
   const Blocks form{residual.size, bits};
-  write_header(flag, 0, {reinterpret_cast<int32_t*>(payload.data), 2}, queue);
+  write_header(flag, {reinterpret_cast<int32_t*>(payload.data), 2}, queue);
   auto* const words = reinterpret_cast<uint32_t*>(payload.data + kHeaderBytes);
   std::fill(payload.data + kHeaderBytes + 4 * form.words(), payload.data + payload.size, uint8_t{0});
   for_blocks(form.n, queue.threads, [&](int64_t block) {

@@ -5,8 +5,8 @@
 
 namespace gradcomp::cpu {
 
-void write_header(OptionalSpan<const int32_t> flag, int64_t count, Span<int32_t> header, Queue) {
-  header.data[0] = static_cast<int32_t>(count);
+void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue) {
+  header.data[0] = 0;
   header.data[1] = flag.given() ? flag.data[0] : 0;
 }
 

@@ -180,9 +180,8 @@ void add_levels(Span<float> target, const Spans<const float>& levels, const Span
 }
 
 void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
-                   Span<const float> update, float keep, Queue queue) {
-  const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_groups(residual, Spans(levels), Spans(words), group, count, share, queue);
+                   Span<const float> update, Queue queue) {
+  if (!is_finite(update.data[0])) add_groups(residual, Spans(levels), Spans(words), group, count, 1.0f, queue);
 }
 
 }  // namespace gradcomp::cpu

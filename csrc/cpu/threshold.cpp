@@ -5,14 +5,14 @@
 
 namespace gradcomp::cpu {
 
-void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero, bool live,
-                    bool pooled, Span<float> thresholds, Queue) {
+void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool pooled,
+                    Span<float> thresholds, Queue) {
   Moments<double> all{};
   for (int64_t i = 0; i < ends.size; ++i) {
     const int64_t begin = i == 0 ? 0 : ends.data[i - 1];
     const Moments<double> own = load_moments(moments.data + kMoments * i, static_cast<double>(ends.data[i] - begin));
     all = pooled ? merge(all, own) : own;
-    thresholds.data[i] = threshold_of(all, lam.data[0], from_zero, live);
+    thresholds.data[i] = threshold_of(all, lam.data[0]);
   }
   for (int64_t i = 0; pooled && i + 1 < ends.size; ++i) thresholds.data[i] = thresholds.data[ends.size - 1];
 }

@@ -7,15 +7,15 @@
 namespace gradcomp::cuda {
 namespace {
 
-__global__ void write(const int32_t* flag, int32_t count, int32_t* header) {
-  header[0] = count;
+__global__ void write(const int32_t* flag, int32_t* header) {
+  header[0] = 0;
   header[1] = flag == nullptr ? 0 : *flag;
 }
 
 }  // namespace
 
-void write_header(OptionalSpan<const int32_t> flag, int64_t count, Span<int32_t> header, Queue queue) {
-  LAUNCH(write, 1, 1, 0, queue, flag.data, static_cast<int32_t>(count), header.data);
+void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue queue) {
+  LAUNCH(write, 1, 1, 0, queue, flag.data, header.data);
 }
 
 #include "../chains.inc"

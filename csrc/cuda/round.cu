@@ -285,11 +285,10 @@ template <int kLevels, bool kStaged>
 __global__ void __launch_bounds__(threads<kStaged>, blocks<kStaged>)
     settle_words(float* residual, const __grid_constant__ Spans<const float> levels,
                  const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Layout layout,
-                 const float* update, float keep) {
-  const float share = share_to_keep(update, keep);
-  if (share == 0) return;
+                 const float* update) {
+  if (is_finite(update[0])) return;
   change_words<kLevels, kStaged>(residual, layout, [&](float* x, const Place& place, uint32_t at) {
-    add_word<kLevels, kStaged>(x, place, at, {levels, words, share});
+    add_word<kLevels, kStaged>(x, place, at, {levels, words, 1.0f});
   });
 }
 
@@ -321,11 +320,11 @@ void add_levels(Span<float> target, const Spans<const float>& levels, const Span
 }
 
 void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
-                   Span<const float> update, float keep, Queue queue) {
+                   Span<const float> update, Queue queue) {
   const Layout layout({residual.size, group}, count);
   const auto settle_words_of = FOR_LEVELS(settle_words, count, layout.staged());
   LAUNCH(settle_words_of, layout.launched_blocks(), layout.launched_threads(), layout.shared(), queue, residual.data,
-         Spans(levels), Spans(words), layout, update.data, keep);
+         Spans(levels), Spans(words), layout, update.data);
 }
 
 }  // namespace gradcomp::cuda

@@ -17,23 +17,19 @@ struct Layers {
   int64_t count;
 };
 
-struct Rule {
-  bool from_zero, live;
-};
-
 __device__ __forceinline__ Moments<double> moments_of(const Layers& layers, int64_t layer) {
   const int64_t begin = layer == 0 ? 0 : layers.ends[layer - 1];
   return load_moments(layers.moments + kMoments * layer, static_cast<double>(layers.ends[layer] - begin));
 }
 
-__global__ void __launch_bounds__(kThreads) set_each(Layers layers, const float* lam, Rule rule, float* thresholds) {
+__global__ void __launch_bounds__(kThreads) set_each(Layers layers, const float* lam, float* thresholds) {
   const int64_t layer = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (layer >= layers.count) return;
-  thresholds[layer] = threshold_of(moments_of(layers, layer), *lam, rule.from_zero, rule.live);
+  thresholds[layer] = threshold_of(moments_of(layers, layer), *lam);
 }
 
 // One thread merges the moments in the order of the layers; the others fetch them.
-__global__ void __launch_bounds__(kThreads) set_pooled(Layers layers, const float* lam, Rule rule, float* thresholds) {
+__global__ void __launch_bounds__(kThreads) set_pooled(Layers layers, const float* lam, float* thresholds) {
   __shared__ Moments<double> fetched[kThreads];
   __shared__ float found;
   Moments<double> all = {};
@@ -44,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) set_pooled(Layers layers, const floa
     for (int64_t i = 0; threadIdx.x == 0 && i < kThreads && first + i < layers.count; ++i) all = merge(all, fetched[i]);
     __syncthreads();
   }
-  if (threadIdx.x == 0) found = threshold_of(all, *lam, rule.from_zero, rule.live);
+  if (threadIdx.x == 0) found = threshold_of(all, *lam);
   __syncthreads();
   for (int64_t layer = threadIdx.x; layer < layers.count; layer += kThreads) thresholds[layer] = found;
 }
@@ -57,15 +53,14 @@ __global__ void steer_lam(float* lam, const int32_t* header, double target) {
 
 }  // namespace
 
-void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero, bool live,
-                    bool pooled, Span<float> thresholds, Queue queue) {
+void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool pooled,
+                    Span<float> thresholds, Queue queue) {
   if (ends.size == 0) return;
   const Layers layers = {moments.data, ends.data, ends.size};
-  const Rule rule = {from_zero, live};
   if (pooled) {
-    LAUNCH(set_pooled, 1, kThreads, 0, queue, layers, lam.data, rule, thresholds.data);
+    LAUNCH(set_pooled, 1, kThreads, 0, queue, layers, lam.data, thresholds.data);
   } else {
-    LAUNCH(set_each, blocks_for(ends.size, kThreads), kThreads, 0, queue, layers, lam.data, rule, thresholds.data);
+    LAUNCH(set_each, blocks_for(ends.size, kThreads), kThreads, 0, queue, layers, lam.data, thresholds.data);
   }
 }
 

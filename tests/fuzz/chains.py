@@ -95,15 +95,15 @@ def take_above_and_pack(draw: Draw) -> Made:
     ends, legal = sparse.layout(draw, n)
     space, moments = packed.space_of(draw, n), draw.floats(len(ends) * extension.MOMENTS).astype(np.float64)
     words = extension.native.take_above_and_pack_scratch(False, n, space)
-    options = {name: draw.likely(0.5) for name in ("from_zero", "live", "pooled")}
-    values |= {"moments": draw.lend(np.abs(moments)), "ends": ends, "lam": draw.lend(draw.floats(2)), **options}
+    pooled = draw.likely(0.5)
+    values |= {"moments": draw.lend(np.abs(moments)), "ends": ends, "lam": draw.lend(draw.floats(2)), "pooled": pooled}
     values |= {"target": draw.choice((0, 1, 1000, 2**63 - 1)), "thresholds": draw.garbage(len(ends), "float32")}
     values |= {"capacity": space, "payload": empty(draw, packed_form(n, space)), "scratch": draw.garbage(words, "uint32")}
 
     def check() -> None:
         copies, taken = copy(values), (np.zeros(space, f32), np.zeros(space, np.int32))
         header, own = copies["payload"][:8].view(np.int32), [copies[name] for name in ("ends", "lam", "thresholds")]
-        extension.native.set_thresholds(copies["moments"], *own[:2], *options.values(), own[2])
+        extension.native.set_thresholds(copies["moments"], *own[:2], pooled, own[2])
         scratch = np.zeros(extension.native.take_above_scratch(False, n, space), np.uint32)
         extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch)
         if values["target"]:
@@ -144,7 +144,7 @@ def find_and_take_levels(draw: Draw) -> Made:
     def check() -> None:
         copies, cuts = copy(values), np.zeros(groups, f32)
         header, found, words = arrays_of(copies["payload"], levels_form(n, group, count))
-        extension.native.write_header(copies["flag"], 0, header)
+        extension.native.write_header(copies["flag"], header)
         bounds = copies["bounds"]
         extension.native.find_levels(copies["residual"], bounds, values["form"], group, count, found, cuts)
         cut = None if drawn else cuts
@@ -156,7 +156,7 @@ def find_and_take_levels(draw: Draw) -> Made:
 
 @maker
 def add_and_settle_levels(draw: Draw) -> Made:
-    n, count, scale, keep = draw.size(1), draw.choice(levels.COUNTS), draw.factor(), draw.factor()
+    n, count, scale = draw.size(1), draw.choice(levels.COUNTS), draw.factor()
     group = levels.group_of(draw, n)
     ranks = [levels.rank_of(draw, n, group, count) for _ in range(draw.ranks(n) + 1)]
     sent = [payload(draw, [header.was, own.was, words.was]) for own, words, header in ranks]
@@ -166,17 +166,17 @@ def add_and_settle_levels(draw: Draw) -> Made:
         copies, (own, *others) = copy(values), (arrays_of(each.was, levels_form(n, group, count)) for each in sent)
         headers, found, words = ([parts[i] for parts in others] for i in range(3))
         extension.native.add_levels(copies["target"], found, words, headers, group, count, scale)
-        extension.native.settle_levels(copies["residual"], *own[1:], group, count, copies["target"], keep)
+        extension.native.settle_levels(copies["residual"], *own[1:], group, count, copies["target"])
         check_written(values, copies, "target", "residual")
 
-    return {**values, "payloads": sent[1:], "scale": scale, "own": sent[0], "keep": keep}, check
+    return {**values, "payloads": sent[1:], "scale": scale, "own": sent[0]}, check
 
 
 @maker
 def write_header(draw: Draw) -> Made:
-    flag, header, count = draw.maybe(draw.flag()), draw.garbage(2, "int32"), draw.choice((0, 1, 1000, 2**31 - 1))
+    flag, header = draw.maybe(draw.flag()), draw.garbage(2, "int32")
 
     def check() -> None:
-        expect(header.now.tolist() == [count, 0 if flag is None else flag.was[0]], f"the header is {header.now}")
+        expect(header.now.tolist() == [0, 0 if flag is None else flag.was[0]], f"the header is {header.now}")
 
-    return {"flag": flag, "count": count, "header": header}, check
+    return {"flag": flag, "header": header}, check

@@ -111,20 +111,22 @@ def set_thresholds(draw: Draw) -> Made:
     if draw.likely(0.5):
         moments = np.abs(moments)
     thresholds, lam = draw.garbage(len(ends), "float32"), draw.lend(draw.floats(1))
-    options = {name: draw.likely(0.5) for name in ("from_zero", "live", "pooled")}
+    pooled = draw.likely(0.5)
 
     def check() -> None:
         found = thresholds.now
-        expect(not options["pooled"] or same(found, np.full(len(found), found[-1])), "pooled thresholds differ")
-        if not legal or options["pooled"] or options["from_zero"] or options["live"] or not finite(moments).all():
+        expect(not pooled or same(found, np.full(len(found), found[-1])), "pooled thresholds differ")
+        if not legal or pooled or not finite(moments).all():
             return
         for i, (begin, end) in enumerate(zip([0, *ends.was[:-1].tolist()], ends.was.tolist(), strict=True)):
-            mean, squares, *_, nonzero = moments[5 * i : 5 * i + 5]
+            mean, squares, low, high, nonzero = moments[5 * i : 5 * i + 5]
             if squares < 1e30 and nonzero in (0, end - begin) and end > begin and squares > 0:
-                wanted = f32(float(lam.was[0]) * np.sqrt(squares / (end - begin)))
+                wanted, largest = f32(float(lam.was[0]) * np.sqrt(squares / (end - begin))), f32(max(-low, high))
+                if largest > 0 and not wanted < largest:
+                    wanted = np.nextafter(largest, f32(0))
                 expect(bool(np.isclose(found[i], wanted, rtol=1e-6, equal_nan=True)), f"{found[i]}, not {wanted}; {mean}")
 
-    values = {"moments": draw.lend(moments), "ends": ends, "lam": lam, **options, "thresholds": thresholds}
+    values = {"moments": draw.lend(moments), "ends": ends, "lam": lam, "pooled": pooled, "thresholds": thresholds}
     return values, check
 
 

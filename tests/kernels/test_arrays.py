@@ -130,13 +130,6 @@ REFUSED: list[tuple[Callable[[Arrays], Any], str]] = [
         (lambda a, n=n: kernels.find_levels(a.f(100), "mean", n, 2, a.f(2), a.f(1)), rf"find_levels: group={n} must be in \[32")
         for n in (31, 2**31, HUGE)
     ),
-    *(
-        (
-            lambda a, n=n: extension.native.write_header(None, n, own := a.i(2), **extension.queue(own)),
-            rf"count={n} must be in \[0",
-        )
-        for n in (-1, 2**31)
-    ),
     (packed_payload(0, 8), r"take_topk_and_pack: payload has \d+ bytes, but needs \d+"),
     (packed_payload(4, 0), "take_topk_and_pack: payload begins at an address that is no multiple of 8: pass a copy"),
     (add_packed(2, 2, (5, 9)), r"add_packed: entries\[1\] has 9 entries, but entries\[0\] has 5"),

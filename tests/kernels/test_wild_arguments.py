@@ -118,5 +118,5 @@ def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> No
     ends = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device)
     moments = torch.tensor([0.0, 4.0 * (2**32 - 1), -9.0, 9.0, 2**32 - 1], dtype=torch.float64, device=device).repeat(2)
     thresholds = torch.empty(2, device=device)
-    kernels.set_thresholds(moments, ends, torch.ones(1, device=device), thresholds, live=False)
+    kernels.set_thresholds(moments, ends, torch.ones(1, device=device), thresholds)
     assert thresholds[1] == 2

@@ -111,7 +111,7 @@ def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array
 
 def write_header(header: Array, flag: Array | None = None) -> None:
     """Write the header of a payload in which all entries travel: 0, and the flag, 0 where there is none."""
-    extension.native.write_header(flag, 0, header, **queue(header))
+    extension.native.write_header(flag, header, **queue(header))
 
 
 def offer_all(residual: Array, taken: Array, flag: Array | None = None, scale: float = 1.0) -> Array:

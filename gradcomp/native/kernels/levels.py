@@ -57,7 +57,7 @@ def add_levels(
 
 def settle_levels(residual: Array, levels: Array, words: Array, group: int, count: int, update: Array) -> None:
     """Put the taken levels back unless update[0] is finite."""
-    extension.native.settle_levels(residual, levels, words, group, count, update, 0.0, **queue(residual))
+    extension.native.settle_levels(residual, levels, words, group, count, update, **queue(residual))
 
 
 def find_and_take_levels(
@@ -93,4 +93,4 @@ def add_and_settle_levels(
 
     own: the payload that this rank sent. Payloads are given in bytes.
     """
-    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, 0.0, **queue(residual))
+    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, **queue(residual))

@@ -105,23 +105,13 @@ def take_above_and_pack(
     words = scratch_words(extension.native, "take_above_and_pack", on_cuda(residual), count(residual), capacity)
     scratch = (memory or Memory()).scratch("take", words, residual)
     moments, ends, lam, thresholds, pooled, target = bar
-    # False: sigma is measured from the mean. True: each layer sends an entry.
-    rule = (moments, ends, lam, False, True, pooled, target or 0, thresholds)
+    rule = (moments, ends, lam, pooled, target or 0, thresholds)
     extension.native.take_above_and_pack(residual, ages, flag, peaks, *rule, capacity, payload, scratch, **queue(residual))
 
 
-def set_thresholds(
-    moments: Array,
-    ends: Array,
-    lam: Array,
-    thresholds: Array,
-    *,
-    from_zero: bool = False,
-    live: bool = True,
-    pooled: bool = False,
-) -> None:
-    """Set the threshold of each layer to lam * sigma. ops.inc explains the options."""
-    extension.native.set_thresholds(moments, ends, lam, from_zero, live, pooled, thresholds, **queue(lam))
+def set_thresholds(moments: Array, ends: Array, lam: Array, thresholds: Array, *, pooled: bool = False) -> None:
+    """Set the threshold of each layer to lam * sigma. pooled: of all layers as one."""
+    extension.native.set_thresholds(moments, ends, lam, pooled, thresholds, **queue(lam))
 
 
 def steer(lam: Array, header: Array, target: int) -> None:
