@@ -1,12 +1,11 @@
 """The only importer of the compiled extension: its constants, and the facts about arrays that every call of a kernel needs.
 
-Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, on their library's current stream.
+Tensors go in as they are, on CPU or GPU, on torch's current stream. The binding takes NumPy's and CuPy's arrays, too.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,21 +53,6 @@ if BUILT_WITH_CUDA and (misfit := cuda_versions.misfit(CUDA_VERSION, cuda_versio
     warnings.warn(misfit, RuntimeWarning, stacklevel=2)
 
 
-def library(array: Array) -> str:
-    """Name the array's own library: torch, numpy or cupy."""
-    return "torch" if isinstance(array, Tensor) else type(array).__module__.partition(".")[0]
-
-
-def on_cuda(array: Array) -> bool:
-    """Decide whether the array lies on a GPU."""
-    return array.is_cuda if isinstance(array, Tensor) else int(array.__dlpack_device__()[0]) != 1
-
-
-def count(array: Array) -> int:
-    """Count the array's entries."""
-    return array.numel() if isinstance(array, Tensor) else array.size
-
-
 def _public_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
@@ -82,19 +66,14 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
-def stream(array: Array) -> int:
-    """Find the current stream of the array's own library; 0 on a CPU."""
-    if isinstance(array, Tensor):
-        return current_stream(array.device.index) if array.is_cuda else 0
-    if library(array) == "cupy":
-        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
-    return 0
+def stream(tensor: Tensor) -> int:
+    """Find the current stream of a tensor's device; 0 on a CPU."""
+    return current_stream(tensor.device.index) if tensor.is_cuda else 0
 
 
 def queue(array: Array) -> dict[str, int]:
-    """Name the place where a kernel runs: the stream, and on CPUs the number of threads."""
-    on_cpu = isinstance(array, Tensor) and not array.is_cuda
-    return {"stream": 0 if on_cpu else stream(array), "threads": torch.get_num_threads()}
+    """Name the place where a kernel runs: the stream, and on CPUs the number of threads. The binding refuses other objects."""
+    return {"stream": stream(array) if isinstance(array, Tensor) else 0, "threads": torch.get_num_threads()}
 
 
 @functools.lru_cache(maxsize=1024)

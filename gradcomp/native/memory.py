@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, Array
+from gradcomp.native.extension import LINE
 from gradcomp.native.streams import Streams
 
 # Steps between the start of a copy to the host and its use: the copy has arrived then. All ranks act alike.
 DELAY = 8
 
-# Where scratch lies: its use and type, the device, with the library if that is not torch, and the stream.
-Place = tuple[str, str, torch.device | str, int]
+# Where scratch lies: its use and type, the device and the stream.
+Place = tuple[str, str, torch.device, int]
 
 
 @dataclass
@@ -62,27 +61,24 @@ class Memory:
     """A lender of scratch and sparse updates, which keeps them for the next call."""
 
     def __init__(self) -> None:
-        self._scratch: dict[Place, Array] = {}
-        self._lent: dict[tuple[Place, int], Array] = {}
+        self._scratch: dict[Place, Tensor] = {}
+        self._lent: dict[tuple[Place, int], Tensor] = {}
         self._free: dict[torch.device, list[ZeroedUpdate]] = {}
 
-    def scratch(self, use: str, words: int, like: Array, dtype: str = "int32") -> Array:
+    def scratch(self, use: str, words: int, like: Tensor, dtype: str = "int32") -> Tensor:
         """Lend an array of `words` 32-bit entries on the device of `like`, full of garbage.
 
         The next call with the same use returns the same memory, so the array is valid only until its borrower yields.
         """
-        device = like.device if isinstance(like, Tensor) else f"{extension.library(like)} {getattr(like, 'device', 'cpu')}"
-        place = use, dtype, device, extension.stream(like)
+        place = use, dtype, like.device, extension.stream(like)
         lent = self._lent.get((place, words))
         return self._lend_first(place, words, like) if lent is None else lent
 
-    def _lend_first(self, place: Place, words: int, like: Array) -> Array:
+    def _lend_first(self, place: Place, words: int, like: Tensor) -> Tensor:
         """Allocate scratch of a new size, or lend the first words of a larger one."""
         buffer = self._scratch.get(place)
-        if buffer is None or extension.count(buffer) < words:
-            module = sys.modules[extension.library(like)]
-            where = {"device": like.device} if module is torch else {}
-            buffer = self._scratch[place] = module.empty(words, dtype=getattr(module, place[1]), **where)
+        if buffer is None or buffer.numel() < words:
+            buffer = self._scratch[place] = torch.empty(words, dtype=getattr(torch, place[1]), device=like.device)
             self._lent = {key: lent for key, lent in self._lent.items() if key[0] != place}
         lent = self._lent[place, words] = buffer[:words]
         return lent

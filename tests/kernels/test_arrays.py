@@ -1,4 +1,4 @@
-"""Arrays of torch, NumPy and CuPy go in as they are; messages name an array that cannot go in."""
+"""Messages name an array that cannot go in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,33 +15,6 @@ from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
 
 HUGE = 2**63 - 1
-
-
-def test_numpy_goes_in_as_it_is() -> None:
-    residual = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    before = residual.copy()
-    values, indices, header = np.empty(10, np.float32), np.empty(10, np.int32), np.empty(2, np.int32)
-    kernels.take_topk(residual, 10, values, indices, header)
-    wanted = np.sort(np.argsort(-abs(before), kind="stable")[:10])
-    assert (indices == wanted).all() and (values == before[wanted]).all() and (residual[wanted] == 0).all()
-    kernels.add_sparse(residual, values, indices, header)
-    assert (residual == before).all()
-    flag = np.zeros(1, np.int32)
-    kernels.collect([-before, residual[:0]], residual, flag)
-    assert (residual == -before).all()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy arrays need a GPU, and there is none")
-def test_cupy_on_a_stream_of_its_own_equals_torch() -> None:
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    x = torch.randn(1_000_000)
-    expected = x.abs().topk(1000).indices.sort().values
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        residual = cupy.asarray(x.numpy())
-        values, indices = cupy.empty(1000, "float32"), cupy.empty(1000, "int32")
-        kernels.take_topk(residual, 1000, values, indices, cupy.empty(2, "int32"))
-        stream.synchronize()
-    assert torch.equal(torch.from_numpy(indices.get()).long(), expected)
 
 
 class Arrays:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue, scratch_words
+from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, queue, scratch_words
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.memory import Memory
 
@@ -26,7 +26,7 @@ def scratch_of_squares(grads: Sequence[Tensor], squares: Tensor) -> Tensor | Non
     """Make scratch for sum_squares() of gradients of these sizes. Return None if one launch does not take them."""
     if len(grads) > MOST_PIECES:
         return None
-    words = scratch_words(extension.native, "collect", on_cuda(squares), sum(map(count, grads)), len(grads))
+    words = scratch_words(extension.native, "collect", squares.is_cuda, sum(map(Tensor.numel, grads)), len(grads))
     return torch.empty(words, dtype=torch.int32, device=squares.device)
 
 
@@ -40,7 +40,7 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
         return
     memory = memory or Memory()
     for part, layers, _ in chunks_of(grads):
-        scratch = lend_scratch(sum(map(count, part)), part, squares, memory)
+        scratch = lend_scratch(sum(map(Tensor.numel, part)), part, squares, memory)
         extension.native.sum_squares(part, part_of(squares, layers), scratch, **queue(squares))
 
 
@@ -78,7 +78,7 @@ def collect(
             flag if len(chunks) == 1 else flags[i : i + 1],
             part_of(moments, layers),
             peaks,
-            None if moments is None else lend_scratch(count(to), part, flat, memory),
+            None if moments is None else lend_scratch(to.numel(), part, flat, memory),
             **queue(flat),
         )
     if len(chunks) > 1:

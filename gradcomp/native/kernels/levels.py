@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, count, launches, on_cuda, queue, scratch_words
+from gradcomp.native.extension import Array, launches, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 # Rules for a group's levels, in the order of csrc/math_levels.h.
@@ -73,7 +73,7 @@ def find_and_take_levels(
     memory: Memory | None = None,
 ) -> None:
     """Do what find_levels() and take_levels() do: payload <- header, all levels and words, in bytes. drawn: not by cuts."""
-    words = scratch_words(extension.native, "find_and_take_levels", on_cuda(residual), count(residual), group)
+    words = scratch_words(extension.native, "find_and_take_levels", residual.is_cuda, residual.numel(), group)
     scratch, form = (memory or Memory()).scratch("cuts", words, residual), LEVEL_RULES.index(rule)
     extension.native.find_and_take_levels(
         residual, bounds, flag, form, group, levels, drawn, key, payload, scratch, **queue(residual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcomp.native import extension
-from gradcomp.native.extension import MOST_PIECES, UNKNOWN_PEAK, Array, count, queue
+from gradcomp.native.extension import MOST_PIECES, UNKNOWN_PEAK, Array, queue
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.memory import Memory
 
@@ -38,7 +38,7 @@ def offer_progress(
     moments, peaks: become those of the offered entries, see collect().
     """
     if len(weights) <= MOST_PIECES:
-        scratch = None if moments is None else lend_scratch(count(start), weights, residual, memory or Memory())
+        scratch = None if moments is None else lend_scratch(start.numel(), weights, residual, memory or Memory())
         arrays = (weights, decays, start, residual, ages, shares, flag, moments, peaks, scratch)
         extension.native.offer_progress(*arrays, factor, residual_factor, **queue(residual))
         return
@@ -59,7 +59,7 @@ def offer_progress(
             flags[i : i + 1],
             part_of(moments, layers),
             None,
-            None if moments is None else lend_scratch(count(flat), part, residual, memory),
+            None if moments is None else lend_scratch(flat.numel(), part, residual, memory),
             factor,
             residual_factor,
             **queue(residual),

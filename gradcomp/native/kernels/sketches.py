@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, count, on_cuda, queue, scratch_words
+from gradcomp.native.extension import Array, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 
@@ -25,7 +25,7 @@ def heaviest(
     parts: int = 1,
 ) -> None:
     """Find the entries, of a part of n, with the largest estimated magnitudes, in index order, ties to the lower index."""
-    most = max(count(indices), -(-count(table) // 64))  # the scratch also holds two bits for each cell
-    words = scratch_words(extension.native, "heaviest", on_cuda(table), n, most)
+    most = max(indices.numel(), -(-table.numel() // 64))  # the scratch also holds two bits for each cell
+    words = scratch_words(extension.native, "heaviest", table.is_cuda, n, most)
     scratch = (memory or Memory()).scratch("heaviest", words, table)
     extension.native.heaviest(table, rows, seed, n, part, parts, indices, estimates, scratch, **queue(table))

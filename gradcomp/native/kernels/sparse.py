@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LARGEST, Array, count, launches, on_cuda, queue, scratch_words
+from gradcomp.native.extension import LARGEST, Array, launches, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 # Entries of a block of a packed payload, and the bits of a value: its sign, and its power of two.
@@ -36,7 +36,7 @@ def take_topk(
 
     ages: uint8; become 0 for the taken entries. header <- (k, flag).
     """
-    words = scratch_words(extension.native, "take_topk", on_cuda(residual), count(residual), k)
+    words = scratch_words(extension.native, "take_topk", residual.is_cuda, residual.numel(), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
     extension.native.take_topk(residual, ages, flag, peaks, k, values, indices, header, scratch, **queue(residual))
 
@@ -57,7 +57,7 @@ def take_above(
 
     The capacity is that of values; if more pass, the largest are taken. ages: see take_topk(). header <- (how many pass, flag).
     """
-    words = scratch_words(extension.native, "take_above", on_cuda(residual), count(residual), count(values))
+    words = scratch_words(extension.native, "take_above", residual.is_cuda, residual.numel(), values.numel())
     arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
     extension.native.take_above(residual, ages, flag, peaks, *arrays, **queue(residual))
 
@@ -86,7 +86,7 @@ def take_topk_and_pack(
     memory: Memory | None = None,
 ) -> None:
     """Do what take_topk() and pack_sparse() do: payload <- header, blocks and entries, in bytes. The rounding error stays."""
-    words = scratch_words(extension.native, "take_topk_and_pack", on_cuda(residual), count(residual), k)
+    words = scratch_words(extension.native, "take_topk_and_pack", residual.is_cuda, residual.numel(), k)
     scratch = (memory or Memory()).scratch("take", words, residual)
     extension.native.take_topk_and_pack(residual, ages, flag, peaks, k, payload, scratch, **queue(residual))
 
@@ -102,7 +102,7 @@ def take_above_and_pack(
     memory: Memory | None = None,
 ) -> None:
     """Do what set_thresholds(), take_above(), steer() and pack_sparse() do. payload: see take_topk_and_pack()."""
-    words = scratch_words(extension.native, "take_above_and_pack", on_cuda(residual), count(residual), capacity)
+    words = scratch_words(extension.native, "take_above_and_pack", residual.is_cuda, residual.numel(), capacity)
     scratch = (memory or Memory()).scratch("take", words, residual)
     moments, ends, lam, thresholds, pooled, target = bar
     rule = (moments, ends, lam, pooled, target or 0, thresholds)
