@@ -347,7 +347,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_780, 121), "scripts": (10_300, 82), "tests": (35_590, 268)}
+TOTALS = {"gradcomp": (16_830, 123), "scripts": (10_300, 82), "tests": (35_660, 268)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

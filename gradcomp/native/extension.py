@@ -73,7 +73,8 @@ def stream(tensor: Tensor) -> int:
 
 def queue(array: Array) -> dict[str, int]:
     """Name the place where a kernel runs: the stream, and on CPUs the number of threads. The binding refuses other objects."""
-    return {"stream": stream(array) if isinstance(array, Tensor) else 0, "threads": torch.get_num_threads()}
+    on_cuda = isinstance(array, Tensor) and array.is_cuda  # without calls: every kernel asks
+    return {"stream": current_stream(array.device.index) if on_cuda else 0, "threads": torch.get_num_threads()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -135,14 +135,14 @@ UPDATES_FAULTS: Table = {
         },
         ("test_steps.py",): {
             "hooks of the user's act on the weights of one rank": (
-                'cast("OrderedDict[int, Any]", after).move_to_end(handle.id, last=False)',
+                'cast("OrderedDict[int, Any]", every_after).move_to_end(handle.id, last=False)',
                 "handle",
             ),
         },
         ("test_steps.py", "test_loops.py"): {
             "weights are copied before hooks that the user adds later": (
-                "if not before or next(reversed(before.values())) is not _before:",
-                "if not before:",
+                "if not every_before or next(reversed(every_before.values())) is not before:",
+                "if not every_before:",
             ),
         },
         ("test_step_exchange.py", "test_optimizers.py"): {
