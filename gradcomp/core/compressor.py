@@ -81,7 +81,8 @@ class Acc:
     """The accumulator that a compressor works on. One bucket has one acc in each step.
 
     Attributes:
-        residual: The gradient plus the unsent entries of earlier steps, flat, in float32; after a step, the error.
+        residual: What a compressor takes from, flat, in float32: a gradient, or an offer of the residual. What it leaves is the
+            error.
         memory: Lends updates, and scratch to kernels.
         ages: uint8, of each entry; 0 is written where it is sent. None if no momentum needs them.
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.

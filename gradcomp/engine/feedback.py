@@ -27,7 +27,7 @@ STAGES = 5
 
 @dataclass(frozen=True)
 class Feedback(Wrapper):
-    """A wrapper with error feedback: entries that a step does not send are added to the next step's gradient.
+    """A wrapper with error feedback: entries that a step does not send wait in the residual, and are offered in later steps.
 
     The residual acts on updates: each rank's optimizer steps on its own gradient, start minus now goes into the residual, and
     the compressor takes from it. With feedback=false a compressor acts on gradients, and the residual holds those of one step.

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and the loop that drives their compressors.
+"""Buckets of gradients, or of updates, and the loop that drives their compressors.
 
 ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish() advances all buckets to
 their updates, round by round, in bucket order. It never runs one to its end while others wait: ranks may start their buckets in

@@ -36,7 +36,7 @@ DRY = 900.0
 WANTED = ("tests/test_cuda.py",), ("tests/kernels", "tests/native"), ("tests/test_laws.py", "cuda-3")
 WANTED_DRY = (
     ("tests/native/test_streams.py",),
-    ("tests/kernels/test_delivery.py",),
+    ("tests/kernels/test_gradients.py",),
     ("tests/test_laws.py", "test_conservation", "dense"),
 )
 # The sizes of lab kernels: the large one, a ResNet-50's, and a bucket of 25 MB; and the rounds.
