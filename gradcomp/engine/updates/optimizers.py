@@ -28,17 +28,18 @@ class Trained:
     """An optimizer that trains some of the parameters.
 
     number: of its layers, by which ranks name it: each may find optimizers in an order of its own. names: of its layers.
-    momentum: hidden while it steps. never_exchanged: its parameters that were frozen at set-up, by name. exchanges: done after
-    its steps since a state was loaded. has_begun: its step is under way; inside: steps of its own that this one has called.
-    is_new: what its moments have not delivered yet is to go into the residual. reducer, buckets: those of its layers. waiting:
-    those that no inner step has exchanged. clips: some of them cut the gradients. rules: of the buckets. settings: of the
-    groups, when the rules were made.
+    momentum: hidden while it steps. never_exchanged: its parameters that were frozen at set-up, by name; added: those that it
+    got after a step, which nobody exchanges. exchanges: done after its steps since a state was loaded. has_begun: its step is
+    under way; inside: steps of its own that this one has called. is_new: what its moments have not delivered yet is to go into
+    the residual. reducer, buckets: those of its layers. waiting: those that no inner step has exchanged. clips: some of them
+    cut the gradients. rules: of the buckets. settings: of the groups, when the rules were made.
     """
 
     number: int
     names: frozenset[str]
     momentum: HiddenMomentum
     never_exchanged: Sequence[tuple[str, torch.nn.Parameter]] = ()
+    added: Sequence[torch.nn.Parameter] = ()
     exchanges: int = 0
     has_begun: bool = False
     inside: int = 0
@@ -97,6 +98,9 @@ class Optimizers:
         known = self._known.get(optimizer)
         if known is None or known[0] != seen:
             found = self._look_at(optimizer, given, None if known is None else known[1])
+            if found is not None and known is not None and known[0]:
+                new = {*seen} - {*known[0], *self.names, *steps.exchanged()}
+                found.added = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) in new]
             known = self._known[optimizer] = seen, found
         return known[1]
 

@@ -47,6 +47,10 @@ _CAPTURED = (
     "{name}.step() is captured in a CUDA graph, which would repeat one step's exchange: capture forward and backward passes, "
     'and call step() outside of the graph, or take the spec "blocks"'
 )
+_ADDED = (
+    "{name} has got a parameter of shape {shape} since gradcomp was set up, and no rank exchanges it: each trains its own. Let "
+    "the optimizer have it from the beginning, frozen after the set-up until it is trained, or make both anew"
+)
 
 _SUMS = (
     "op=Sum adds the ranks' updates up, and those of {name} do not grow with the gradient: its steps would be as many times "
@@ -210,6 +214,8 @@ class StepExchange:
     def _regroup(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         """Find the buckets of an optimizer that is new, or that the session's present ones have not seen."""
         session = self.session
+        if trained.added and session.network.world.size > 1:
+            warn_user(_ADDED.format(name=class_of(optimizer).__name__, shape=tuple(trained.added[0].shape)))
         if (sums := session.door.adds_up(optimizer)) is not None:
             session.sums = sums
         if session.sums and trained.momentum.divides:

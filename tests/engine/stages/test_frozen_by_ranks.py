@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from typing import Any
 
@@ -127,3 +128,28 @@ def test_a_layer_that_one_rank_unfreezes_too_late_is_refused(door: str) -> None:
     there, here = ranks.launch(unfreeze, 2, door)
     assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was frozen when gradcomp was set up")
     assert "gradcomp's exchange failed" in there and "a rank ended or raised an error (see its output)" in there
+
+
+def add(door: str) -> dict[str, Any]:
+    """Add a layer's parameters to the optimizer after two steps. Return the weights of before and after, and what was said."""
+    doors.join(door)
+    model = small_net.net()
+    run = made(door, model, SGD([each for name, each in model.named_parameters() if "part" not in name], lr=0.02))
+    run.train(2)
+    before = model.part.weight.detach().clone()
+    run.optimizer.add_param_group({"params": [*model.part.parameters()], "lr": 0.02})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.train(4)
+    return {"before": before, "after": model.part.weight.detach(), "said": [str(each.message) for each in said]}
+
+
+@pytest.mark.parametrize("door", EVERY)
+def test_layers_that_an_optimizer_gets_later_are_exchanged_or_warned_of(door: str) -> None:
+    """Horovod's own optimizer exchanges those of its set-up alone, and says nothing."""
+    there, here = ranks.launch(add, 2, door)
+    assert torch.equal(there["before"], here["before"]) and not torch.equal(here["before"], here["after"])
+    if torch.equal(there["after"], here["after"]):
+        assert not there["said"] and door != OWN
+    else:
+        assert len(there["said"]) == 1 and "SGD has got a parameter of shape (70, 70)" in there["said"][0]
