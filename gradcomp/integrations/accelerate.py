@@ -39,6 +39,8 @@ _UNWRAPPED = (
 class Handler(DistributedDataParallelKwargs):
     """Accelerate's handler of DistributedDataParallel, with a compressed exchange. All ranks set it, before prepare().
 
+    kwargs_handlers= of Accelerator() takes Accelerate's own classes alone.
+
     Example:
         >>> accelerator = Accelerator()
         >>> accelerator.ddp_handler = Handler("topk")
