@@ -404,8 +404,12 @@ class Reducer:
 
     @property
     def bytes_dense(self) -> int:
-        """The bytes of what the last step exchanged, as float32. Of several optimizers, each exchanges its own parameters."""
-        return self.traffic.dense or 4 * self.entries
+        """The bytes of what the last step exchanged, as float32. Of several optimizers, each exchanges its own parameters.
+
+        Of a rank's shards, the bytes of all shards.
+        """
+        own = sum(slot.layer.size for slot in self.slots.values())
+        return round(self.traffic.dense * self.entries / own) if self.traffic.dense else 4 * self.entries
 
     def stats(self) -> Stats:
         """Return figures of the last step."""
