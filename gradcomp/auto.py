@@ -16,7 +16,7 @@ import torch
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.session import Session
-from gradcomp.engine.updates.steps import inform
+from gradcomp.engine.updates.steps import log_on_rank_0
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
 
@@ -332,7 +332,7 @@ class Chooser:
         if self._present != self._said:
             self._said = self._present
             text = f"gradcomp: auto goes on with {self._present} after step {self._last['after_step']}: {self._last['reason']}"
-            inform(text, self._session.network)
+            log_on_rank_0(text, self._session.network)
 
     def _note_choice(self, reason: str, seconds: Mapping[Candidate, float], cost: float) -> None:
         tried = {str(candidate): each for candidate, each in seconds.items()}

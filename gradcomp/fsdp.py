@@ -22,7 +22,7 @@ from gradcomp.engine.modules import ModuleDoor, Modules, ModuleSlot, ModuleSlots
 from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import local
-from gradcomp.engine.updates.steps import give_up_failed, inform, warn_user
+from gradcomp.engine.updates.steps import give_up_failed, log_on_rank_0, warn_user
 from gradcomp.handle import Handle
 from gradcomp.networks import replicas
 from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_reduce_scatter
@@ -152,7 +152,7 @@ def _tell(model: torch.nn.Module, modules: Sequence[Module], exchange: Modules) 
     session = exchange.session
     if session.network.world.rank or not session.slots.are_first:
         return
-    inform(f"gradcomp: {session.spec} over FSDP2 exchanges {exchange.exchanges}", session.network)
+    log_on_rank_0(f"gradcomp: {session.spec} over FSDP2 exchanges {exchange.exchanges}", session.network)
     own = {id(find()) for of in modules for _, find in of.named}
     if unwrapped := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]:
         warn_user(_UNWRAPPED.format(names=", ".join(map(repr, unwrapped[:3])) + (" and others" if len(unwrapped) > 3 else "")))

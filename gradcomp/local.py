@@ -29,7 +29,7 @@ from gradcomp.engine.reducer import Options
 from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slots, check_optimizer
-from gradcomp.engine.updates.steps import calling_scaler, inform, warn_user
+from gradcomp.engine.updates.steps import calling_scaler, log_on_rank_0, warn_user
 from gradcomp.engine.weight_copies import WeightCopies
 from gradcomp.networks import Connection
 from gradcomp.networks.torch import TorchNetwork
@@ -167,7 +167,7 @@ class LocalSteps:
         for fragment in self._fragments:
             fragment.begin_at_weights(rate, momentum)
         self._outside = OutsideSteps(optimizer)
-        inform(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
+        log_on_rank_0(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
 
     # A GradScaler calls step() in every step then, and tells it by found_inf and grad_scale.
     _step_supports_amp_scaling = True

@@ -7,7 +7,7 @@ import torch
 from gradcomp.engine.phases import Door
 from gradcomp.engine.updates.hidden_momentum import class_of
 from gradcomp.engine.updates.optimizers import Optimizers
-from gradcomp.engine.updates.steps import inform
+from gradcomp.engine.updates.steps import log_on_rank_0
 from gradcomp.networks import Connection
 
 
@@ -23,7 +23,7 @@ class Announcement:
         self.is_due = False
         if chooser is not None:
             act = f"begins with {spec}, and chooses after some steps"
-        inform(f"gradcomp: {chooser or spec} over {self._door.name} {act}", self._network)
+        log_on_rank_0(f"gradcomp: {chooser or spec} over {self._door.name} {act}", self._network)
 
 
 def of_updates(optimizer: torch.optim.Optimizer, optimizers: Optimizers) -> str:

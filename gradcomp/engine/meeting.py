@@ -163,7 +163,7 @@ class Membership:
         here = self.place or Place(0, 1)  # a rank outside its process set trains by itself
         return Place(here.rank, self.owner.scaled_for or here.ranks)
 
-    def part(self) -> None:
+    def invalidate(self) -> None:
         """Make the ranks meet again before their next exchange."""
         self.met_in = None
 

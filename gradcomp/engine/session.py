@@ -79,7 +79,7 @@ class Session:
 
     def failed(self, error: BaseException) -> BaseException:
         """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
-        self.membership.part()
+        self.membership.invalidate()
         self._discard_step()
         self.phases.reason = f"{type(error).__name__}: {error}"
         self.phases.note("a failure")
@@ -155,7 +155,7 @@ class Session:
             except ValueError as differ:
                 error = error or differ
         if error is not None:
-            self.membership.part()
+            self.membership.invalidate()
             raise error
 
     def _meet(self, leader: int | None, follows: bool) -> Flow[None]:
@@ -190,7 +190,7 @@ class Session:
         before = self._observer
         self.observe(observer)
         if self.has_met:
-            self.membership.part()
+            self.membership.invalidate()
             try:
                 self.meet()
             except BaseException:

@@ -22,7 +22,7 @@ except ImportError as error:
 from gradcomp import ddp
 from gradcomp.core.compressor import Compressor
 from gradcomp.handle import Handle
-from gradcomp.integrations import beside
+from gradcomp.integrations import common
 
 __all__ = ["Handler"]
 
@@ -60,7 +60,7 @@ class Handler(DistributedDataParallelKwargs):
             ValueError: Accelerate trains by FSDP, DeepSpeed or another way without DistributedDataParallel.
         """
         super().__init__(**ddp_options)
-        beside.check_version("accelerate", accelerate.__version__)
+        common.check_version("accelerate", accelerate.__version__)
         way = str(getattr(AcceleratorState._shared_state.get("distributed_type"), "value", "NO"))
         if way != "NO" and not way.startswith("MULTI_"):
             raise ValueError(_OTHER_WAY.format(way=way))
@@ -90,21 +90,21 @@ class Handler(DistributedDataParallelKwargs):
 
     def figures(self) -> dict[str, float]:
         """Return a few figures of the first model's last step, for accelerator.log()."""
-        return beside.figures(self._handles[0]) if self._handles else {}
+        return common.figures(self._handles[0]) if self._handles else {}
 
     def save(self, folder: str) -> None:
         """Save each rank's states into a checkpoint's folder. All ranks call it; accelerator.save_state() does."""
         for number, handle in enumerate(self.handles):
-            beside.save(handle, _stem(folder, number), () if number else self._optimizers())
+            common.save(handle, _stem(folder, number), () if number else self._optimizers())
 
     def load(self, folder: str) -> None:
         """Load what save() saved, at any number of ranks. All ranks call it; accelerator.load_state() does."""
         for number, handle in enumerate(self.handles):
-            beside.load(handle, _stem(folder, number), () if number else self._optimizers())
+            common.load(handle, _stem(folder, number), () if number else self._optimizers())
 
     def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """List the optimizers whose states differ from rank to rank. The first model's file has them."""
-        return beside.own_optimizers(self.handles, self._accelerator._optimizers)
+        return common.own_optimizers(self.handles, self._accelerator._optimizers)
 
     def to_dict(self, ignore_keys: Any = ()) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel. Accelerate calls it."""

@@ -20,7 +20,7 @@ except ImportError as error:
 from gradcomp import ddp
 from gradcomp.core.compressor import Compressor
 from gradcomp.handle import Handle
-from gradcomp.integrations import beside
+from gradcomp.integrations import common
 
 __all__ = ["GradcompStrategy"]
 
@@ -50,7 +50,7 @@ class GradcompStrategy(DDPStrategy):
         Raises:
             ValueError: ddp_options have another communication hook.
         """
-        beside.check_version("lightning", lightning.__version__)
+        common.check_version("lightning", lightning.__version__)
         for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
             if ddp_options.get(name) is not None:
                 raise ValueError(_TWO_HOOKS.format(name=name))
@@ -76,7 +76,7 @@ class GradcompStrategy(DDPStrategy):
         """Save each rank's state beside a checkpoint, unless the checkpoint is of the weights alone."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.handle is not None and "optimizer_states" in checkpoint:
-            beside.save(self.handle, _stem(filepath), beside.own_optimizers([self.handle], self.optimizers))
+            common.save(self.handle, _stem(filepath), common.own_optimizers([self.handle], self.optimizers))
 
     def load_checkpoint(self, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
         """Note the checkpoint that is loaded. The exchange is not there yet."""
@@ -91,13 +91,13 @@ class GradcompStrategy(DDPStrategy):
             # A link to a checkpoint, as of ModelCheckpoint(save_last="link"), has the files of its target.
             path = Path(self._resumed)
             stem = _stem(path.resolve() if path.is_symlink() else self._resumed)
-            beside.load(self.handle, stem, beside.own_optimizers([self.handle], self.optimizers))
+            common.load(self.handle, stem, common.own_optimizers([self.handle], self.optimizers))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the ranks' states beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            beside.remove(_stem(filepath))
+            common.remove(_stem(filepath))
 
 
 class _Figures(Callback):
@@ -106,7 +106,7 @@ class _Figures(Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *rest: Any) -> None:
         handle = getattr(trainer.strategy, "handle", None)
         if handle is not None and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
-            module.log_dict(beside.figures(handle))
+            module.log_dict(common.figures(handle))
 
 
 def _stem(checkpoint: Any) -> str:

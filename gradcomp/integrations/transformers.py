@@ -13,7 +13,7 @@ except ImportError as error:
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.handle import Handle
-from gradcomp.integrations import beside
+from gradcomp.integrations import common
 from gradcomp.integrations.accelerate import Handler
 
 __all__ = ["attach"]
@@ -51,7 +51,7 @@ def attach(
         >>> handle = gradcomp.integrations.transformers.attach(trainer, "topk")
         >>> trainer.train()
     """
-    beside.check_version("transformers", transformers.__version__)
+    common.check_version("transformers", transformers.__version__)
     if trainer.args.n_gpu > 1:
         raise ValueError(_DATA_PARALLEL.format(count=trainer.args.n_gpu))
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -79,7 +79,7 @@ def attach(
     _extend(trainer, "_save_optimizer_and_scheduler", lambda folder: handler().save(folder))
     _extend(trainer, "_load_optimizer_and_scheduler", load, follows=True)
     _extend(trainer, "log", lambda logs, *rest: _add_figures(logs, handler()))
-    return cast(Handle, _Later(handler))
+    return cast(Handle, _LazyHandle(handler))
 
 
 def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., object], *, follows: bool = False) -> None:
@@ -102,7 +102,7 @@ def _add_figures(logs: dict[str, float], handler: Handler) -> None:
     logs.update(handler.figures() if "loss" in logs else {})
 
 
-class _Later:
+class _LazyHandle:
     """The handle that there is once the Trainer has wrapped its model."""
 
     def __init__(self, handler: Callable[[], Handler]):

@@ -74,7 +74,7 @@ class TorchNetwork:
             self._roll = Roll(self.group)
         self._meetings += 1
         meeting = f"meeting {self._meetings}"
-        self._roll.come(meeting, str(self._started))
+        self._roll.arrive(meeting, str(self._started))
         self._timeout, pause = _timeout_of(self.group), SHORTEST_PAUSE
         end, wait = time.monotonic() + self._timeout, waits.Wait(self._numbers[self._place[0]], waits.MEETING, self._timeout)
         try:
@@ -88,7 +88,7 @@ class TorchNetwork:
                 pause = min(2 * pause, LONGEST_PAUSE)
                 wait.look(missing)
         except BaseException:
-            self._roll.leave(meeting)
+            self._roll.depart(meeting)
             self._meetings -= 1
             raise
         started = self._roll.texts(meeting)
@@ -145,14 +145,14 @@ class TorchNetwork:
             return
         wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout, waited=waits.TELL_AFTER)
         with suppress(RuntimeError):  # the store may have ended with its rank, and the operation that fails says so better
-            roll.come(operation)
+            roll.arrive(operation)
         while not work.is_completed():
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=wait.seconds_left))
             if not work.is_completed():
                 with suppress(RuntimeError):
                     wait.look(roll.missing(operation))
-        roll.leave(operation)
+        roll.depart(operation)
 
 
 def backends() -> list[str]:
@@ -179,12 +179,12 @@ class Roll:
         self._rank, self._numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
         self._scope = f"gradcomp/{group.group_name}/{_next_number(group)}"
 
-    def come(self, to: str, text: str = "") -> None:
+    def arrive(self, to: str, text: str = "") -> None:
         """Say that this rank has come, with a text for the others."""
         if self._store is not None:
             self._store.set(self._key(to, self._rank), text)
 
-    def leave(self, to: str) -> None:
+    def depart(self, to: str) -> None:
         """Take this rank's coming back."""
         if self._store is not None:
             with suppress(Exception):  # the store may have ended with its rank

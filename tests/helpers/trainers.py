@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.integrations.beside import TESTED
+from gradcomp.integrations.common import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "trainers"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradcomp.integrations import beside
+from gradcomp.integrations import common
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accelerate", "lightning", "transformers")
@@ -52,7 +52,7 @@ class DDPStrategy:
 def stand_ins(way: str = "MULTI_CPU", **versions: str) -> dict[str, ModuleType]:
     """Make modules with what the doors import. way: how Accelerate trains."""
     state = SimpleNamespace(_shared_state={"distributed_type": SimpleNamespace(value=way)})
-    version = {package: {"__version__": versions.get(package, f"{beside.TESTED[package]}.0")} for package in PACKAGES}
+    version = {package: {"__version__": versions.get(package, f"{common.TESTED[package]}.0")} for package in PACKAGES}
     return {
         "accelerate": module("accelerate", Accelerator=type("Accelerator", (), {}), **version["accelerate"]),
         "accelerate.state": module("accelerate.state", AcceleratorState=state),
@@ -70,7 +70,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Import a door beside stand-ins of its packages, as often as a test asks."""
 
     def load(name: str, **facts: str) -> Any:
-        beside.check_version.cache_clear()
+        common.check_version.cache_clear()
         for each, made in stand_ins(**facts).items():
             monkeypatch.setitem(sys.modules, each, made)
         for own in ("accelerate", name):
@@ -183,18 +183,18 @@ def test_a_newer_version_is_warned_of_once(door: Any, package: str) -> None:
         acts = {"accelerate": lambda: loaded.Handler(), "lightning": lambda: loaded.GradcompStrategy()}
         acts.get(package, lambda: loaded.attach(trainer()))()
 
-    major, minor = beside.TESTED[package].split(".")
+    major, minor = common.TESTED[package].split(".")
     for version in (f"{major}.{minor}.9", f"{major}.{int(minor) - 1}.0", f"{int(major) - 1}.99.0"):
         make(version)
     for version in (f"{major}.{int(minor) + 1}.0rc1", f"{int(major) + 1}.0.0.dev0"):
         with pytest.warns(UserWarning, match=f"{package} {version} is newer than {package} {major}.{minor}"):
             make(version)
-    beside.check_version(package, f"{int(major) + 1}.0.0.dev0")  # said already
+    common.check_version(package, f"{int(major) + 1}.0.0.dev0")  # said already
 
 
 def test_the_page_names_the_tested_versions() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
-    for package, version in beside.TESTED.items():
+    for package, version in common.TESTED.items():
         assert f"| `from gradcomp.integrations.{package} import " in page
         assert re.search(rf"\| `pip install ([a-z]+ )?{package}` \| {version} \|", page)
 
@@ -217,7 +217,7 @@ class Held:
 
 def saved(stem: str, ranks: int) -> None:
     for rank in reversed(range(ranks)):
-        beside.save(Held(rank, ranks), stem)
+        common.save(Held(rank, ranks), stem)
 
 
 def test_each_rank_loads_its_own_file_and_another_number_of_ranks_loads_all(tmp_path: Path) -> None:
@@ -226,12 +226,12 @@ def test_each_rank_loads_its_own_file_and_another_number_of_ranks_loads_all(tmp_
     (tmp_path / "new folder" / "epoch=[0].ckpt.rank-other.pt").touch()
     for rank in range(2):
         own = Held(rank, 2)
-        assert beside.load(own, stem) and own.loaded == [str(rank)]
+        assert common.load(own, stem) and own.loaded == [str(rank)]
     for ranks in (1, 3):
         other = Held(ranks - 1, ranks)
-        assert beside.load(other, stem) and other.loaded == [["0"], ["1"]]
-    beside.remove(stem)
-    assert not beside.load(Held(0, 2), stem), "a checkpoint without files is of a training without gradcomp"
+        assert common.load(other, stem) and other.loaded == [["0"], ["1"]]
+    common.remove(stem)
+    assert not common.load(Held(0, 2), stem), "a checkpoint without files is of a training without gradcomp"
     assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["epoch=[0].ckpt.rank-other.pt"]
 
 
@@ -246,9 +246,9 @@ def test_files_of_a_save_that_did_not_end_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rank1.pt").unlink()
     for ranks in (2, 3):
         with pytest.raises(ValueError, match=r"states of 2 of 3 ranks.*older checkpoint"):
-            beside.load(Held(1, ranks), f"{tmp_path}/rank")
+            common.load(Held(1, ranks), f"{tmp_path}/rank")
     own = Held(2, 3)
-    assert beside.load(own, f"{tmp_path}/rank") and own.loaded == ["2"]  # as on hosts with folders of their own
+    assert common.load(own, f"{tmp_path}/rank") and own.loaded == ["2"]  # as on hosts with folders of their own
 
 
 def test_a_checkpoint_that_is_a_link_has_the_files_of_its_target(door: Any, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_is_a_link_has_the_files_of_its_target(door: Any, tmp_
 
 def test_a_checkpoint_whose_files_are_missing_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=re.escape(f"there is no {tmp_path}/rank*.pt")):
-        assert not beside.load(Held(0, 2, on_updates=True), f"{tmp_path}/rank")
+        assert not common.load(Held(0, 2, on_updates=True), f"{tmp_path}/rank")
 
 
 def stepped(slope: float) -> torch.optim.SGD:
@@ -285,21 +285,21 @@ def moment(optimizer: torch.optim.Optimizer) -> float:
 def test_each_rank_gets_its_own_optimizer_back(tmp_path: Path) -> None:
     """A rank that is new keeps what the trainer has loaded, which is rank 0's."""
     for rank in range(2):
-        beside.save(Held(rank, 2), f"{tmp_path}/rank", [stepped(1.0 + rank)])
+        common.save(Held(rank, 2), f"{tmp_path}/rank", [stepped(1.0 + rank)])
     for ranks, wanted in ((2, [1.0, 2.0]), (1, [1.0]), (3, [1.0, 2.0, 9.0])):
         for rank, of_rank in enumerate(wanted):
             optimizer = stepped(9.0)
-            assert beside.load(Held(rank, ranks), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == of_rank
+            assert common.load(Held(rank, ranks), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == of_rank
     saved(f"{tmp_path}/rank", 2)  # of gradients: the trainer's own states are those of all ranks
     optimizer = stepped(9.0)
-    assert beside.load(Held(1, 2), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == 9.0
+    assert common.load(Held(1, 2), f"{tmp_path}/rank", [optimizer]) and moment(optimizer) == 9.0
 
 
 def test_optimizers_are_saved_for_each_rank_where_updates_are_exchanged() -> None:
     optimizer = stepped(1.0)
     for on_updates, found in ((True, [optimizer, optimizer]), (False, [])):
         handle: Any = SimpleNamespace(_session=SimpleNamespace(reducer=SimpleNamespace(on_updates=on_updates)))
-        assert beside.own_optimizers([handle], [SimpleNamespace(optimizer=optimizer), optimizer]) == found
+        assert common.own_optimizers([handle], [SimpleNamespace(optimizer=optimizer), optimizer]) == found
 
 
 def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
@@ -338,4 +338,4 @@ def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
 def test_figures_are_numbers_and_few() -> None:
     stats = {"compression": None, "bytes_sent": 12, "grad_norm": 0.5, "exchanges": "gradients"}
     handle: Any = SimpleNamespace(stats=lambda: stats)
-    assert beside.figures(handle) == {"gradcomp/bytes_sent": 12.0, "gradcomp/grad_norm": 0.5}
+    assert common.figures(handle) == {"gradcomp/bytes_sent": 12.0, "gradcomp/grad_norm": 0.5}

@@ -172,14 +172,14 @@ def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
         each.note_loaded(optimizer)
 
 
-def speaks() -> bool:
+def is_reporting_rank() -> bool:
     """Decide whether this process says a fact that all ranks know: as the first rank of a session, or before there is one."""
     sessions = [each.session for each in _living()]
     lead = [each.network.world.rank == 0 and each.slots.are_first for each in sessions if each.network.ready]
     return not lead or any(lead)
 
 
-def inform(text: str, network: Connection) -> None:
+def log_on_rank_0(text: str, network: Connection) -> None:
     """Log a line of rank 0 at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
     if network.world.rank:
         return
@@ -224,7 +224,7 @@ def warn_user(text: str) -> None:
 
     A backward pass on a GPU has threads of torch's, without a line of the user's: the main thread waits at one for them.
     """
-    if not speaks():
+    if not is_reporting_rank():
         return
     every = [*_callers(sys._getframe(1))]
     if not any(map(_is_users, every)):  # other stacks may change while they are looked at: no sooner than they must be
