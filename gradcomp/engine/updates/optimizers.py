@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,11 +77,6 @@ class Optimizers:
         self.parts: dict[str, Hashable] | None = None
         self.has_moments = True
 
-    @property
-    def exchanged(self) -> Collection[int]:
-        """The ids of the parameters."""
-        return self.names.keys()
-
     def renew_parameters(self) -> None:
         """Take other parameters that the model has got in place of its own."""
         if self._slots.renew():
@@ -90,6 +85,10 @@ class Optimizers:
     def name_parameters(self) -> None:
         """Note the parameters, which may be new, and look at all optimizers anew."""
         self.names = {id(slot.parameter): slot.name for slot in self._slots.slots}
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Look at all optimizers anew, each at its next step."""
         self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
 
     def find(self, optimizer: torch.optim.Optimizer, given: Momentum | None = None) -> Trained | None:
@@ -161,7 +160,7 @@ class Optimizers:
         for each in self.every():
             each.momentum.give_back()
             each.has_begun, each.inside = False, 0
-        self._known = weakref.WeakKeyDictionary({each: ((), of[1]) for each, of in self._known.items()})
+        self._look_anew()
 
     def note_change(self, *, to_updates: bool) -> None:
         """Note a change of spec, or a loaded state. to_updates: from gradients, so that the moments are of these."""

@@ -85,7 +85,7 @@ _APART = (
 
 
 class StepExchange:
-    """The exchange of updates of one session: what it does around backward passes and steps, of which steps.py tells it.
+    """One session's exchange of updates. The hooks in steps.py call it before and after each optimizer step.
 
     gradients: this rank's own, of the last backward pass. given_momentum: the spec's, in place of the optimizers'.
     has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
