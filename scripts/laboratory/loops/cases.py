@@ -6,14 +6,17 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import SWALR, AveragedModel
 
+from laboratory.loops import optimizers
 from laboratory.loops.cell import BATCH, DEVIATION, MEAN, WIDTH, Case, Cell
 from laboratory.tasks import digits
 from laboratory.tasks.task import accuracy
@@ -116,6 +119,21 @@ def closure(cell: Cell) -> None:
     cell.optimizer.step(closed)
 
 
+def climbed(cell: Cell) -> None:
+    """Make the first gradient, and call step() with a closure that makes another, as SAM's users do."""
+
+    def again(x: Tensor, y: Tensor) -> Tensor:
+        cell.optimizer.zero_grad()
+        loss = functional.cross_entropy(cell.whole(x), y)
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(cell.steps):
+        batch = next(cell.batches)
+        again(*batch)
+        cell.optimizer.step(partial(again, *batch))
+
+
 def lbfgs(cell: Cell) -> None:
     """Call the closure several times a step, on one batch."""
     for _ in range(cell.steps // 4):
@@ -200,20 +218,21 @@ def gan(cell: Cell) -> float:
     return 50 * float(sum(shown))
 
 
-def two_optimizers(cell: Cell) -> None:
-    """Train matrices by SGD and the rest by AdamW."""
-    matrices, rest = ([each for each in cell.net.parameters() if (each.ndim > 1) is whole] for whole in (True, False))
-    optimizers: list[Any] = [torch.optim.SGD(matrices, 0.05, momentum=0.9), torch.optim.AdamW(rest, 0.002)]
+def two_optimizers(cell: Cell, first: Callable[[Any], Any], is_for_all: bool = True) -> None:
+    """Train matrices by one optimizer and the rest by AdamW. is_for_all: it takes kernels of more dimensions, too."""
+    matrices = [each for each in cell.net.parameters() if each.ndim == 2 or (is_for_all and each.ndim > 2)]
+    rest = [each for each in cell.net.parameters() if all(each is not other for other in matrices)]
+    both: list[Any] = [first(matrices), torch.optim.AdamW(rest, 0.002)]
     if cell.by_ddp:
-        cell.wrap(optimizers[0])
+        cell.wrap(both[0])
     else:
         cell.whole = cell.net
-        optimizers = [cell.wrapped(each, cell.net)[0] for each in optimizers]
+        both = [cell.wrapped(each, cell.net)[0] for each in both]
     for _ in range(cell.steps):
-        for each in optimizers:
+        for each in both:
             each.zero_grad()
         cell.loss().backward()
-        for each in optimizers:
+        for each in both:
             each.step()
 
 
@@ -230,6 +249,48 @@ def averaged(cell: Cell) -> float:
         cell.train(1)
         average.update_parameters(cell.net)
     return cell.score(average)
+
+
+def stochastic_averaging(cell: Cell) -> float:
+    """Average the weights of the last half, at the rate of torch's schedule for it. Score the average."""
+    average, schedule = AveragedModel(cell.net), SWALR(cell.inner, cell.inner.param_groups[0]["lr"], anneal_epochs=5)
+    cell.train(cell.steps // 2)
+    for _ in range(cell.steps - cell.steps // 2):
+        cell.train(1)
+        schedule.step()
+        average.update_parameters(cell.net)
+    return cell.score(average)
+
+
+class LowRank(nn.Module):
+    """A matrix and the product of two small ones, as LoRA has it."""
+
+    def __init__(self, rows: int, columns: int, rank: int):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(rank, columns) / columns**0.5), nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def with_adapters(cell: Cell) -> None:
+    """Freeze a net that is half trained, on one rank's data, and adapt its linear layers."""
+    batches, optimizer = digits.batches(cell.data, 0, 1, BATCH, cell.key.seed), cell.make()
+    for _ in range(cell.steps // 4):
+        x, y = next(batches)
+        optimizer.zero_grad()
+        functional.cross_entropy(cell.net(x), y).backward()
+        optimizer.step()
+    cell.net.requires_grad_(False)
+    for layer in cell.net:
+        if isinstance(layer, nn.Linear):
+            parametrize.register_parametrization(layer, "weight", LowRank(layer.out_features, layer.in_features, 4))
+
+
+def compiled_step(cell: Cell) -> None:
+    """Compile the optimizer's step."""
+    cell.optimizer.step = torch.compile(cell.optimizer.step, backend="aot_eager")
+    cell.train()
 
 
 def join(cell: Cell) -> None:
@@ -319,17 +380,29 @@ CASES = {
     "unused layers": Case(unused, before=with_unused, of_ddp=FIND),
     "unused layers, num_groups=1": Case(unused, doors=HOROVOD, before=with_unused, of_horovod={"num_groups": 1}),
     "GAN": Case(gan, before=discriminator, more=("topk:momentum=0", "sdagc:momentum=0", "topk:feedback=false,momentum=0")),
-    "SGD and AdamW": Case(two_optimizers, SGD, wraps=False),
+    "SGD and AdamW": Case(lambda cell: two_optimizers(cell, partial(torch.optim.SGD, lr=0.05, momentum=0.9)), SGD, wraps=False),
+    "Muon and AdamW": Case(lambda cell: two_optimizers(cell, partial(torch.optim.Muon, lr=0.02), False), SGD, wraps=False),
     "AdamW(amsgrad)": by(torch.optim.AdamW, amsgrad=True),
     "Adam(weight_decay)": by(torch.optim.Adam, weight_decay=0.001),
     "RAdam": by(torch.optim.RAdam),
     "NAdam": by(torch.optim.NAdam),
+    "Adafactor": Case(kinds=ADAMW, optimizer=lambda cell: torch.optim.Adafactor(cell.net.parameters(), lr=0.02)),
+    "ASGD": Case(kinds=SGD, optimizer=lambda cell: torch.optim.ASGD(cell.net.parameters(), lr=0.2)),
+    "SAM": Case(climbed, doors=DDP, optimizer=lambda cell: optimizers.SAM(cell.make())),
+    "Lookahead": Case(doors=DDP, optimizer=lambda cell: optimizers.Lookahead(cell.make())),
     "ZeRO": Case(kinds=ADAMW, doors=DDP, optimizer=zero_redundancy),
     "EMA": Case(averaged),
+    "SWA": Case(stochastic_averaging),
+    "LoRA": Case(before=with_adapters),
     "join()": Case(join, doors=DDP),
     "bfloat16 parameters": Case(bfloat16, doors=DDP, before=in_bfloat16),
+    "bfloat16 parameters, float32 masters": Case(
+        bfloat16, SGD, DDP, before=in_bfloat16, optimizer=lambda cell: optimizers.Masters(cell.net.parameters(), 0.05)
+    ),
     "maximize": with_setting(maximize, maximize=True),
     "fused": with_setting(fused=True),
+    "foreach=False": with_setting(foreach=False),
+    "compiled step": Case(compiled_step, doors=DDP),
     "weight_decay": with_setting(weight_decay=0.01),
     "a new optimizer in mid-training": Case(anew),
     "rate finder": Case(rate_finder),
