@@ -72,7 +72,21 @@ def dies(run: Training) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.train(100))}
 
 
-CASES = {"caught": caught, "joins": joins, "dies": dies}
+def leaves_out(run: Training) -> dict[str, Any]:
+    """Rank 1 leaves out a step after synchronize(), as a guard of its own does. Before, both have done so together."""
+
+    def train() -> None:
+        run.optimizer.zero_grad()
+        run.backward()
+        run.optimizer.synchronize()
+
+    train()
+    train()
+    with run.optimizer.skip_synchronize():
+        return {"said": small_net.refused(run.optimizer.step if hvd.rank() == 0 else train)}
+
+
+CASES = {"caught": caught, "joins": joins, "dies": dies, "leaves_out": leaves_out}
 
 
 def program(case: str, door: str, spec: str) -> None:
@@ -117,6 +131,13 @@ def test_a_rank_that_dies_ends_the_step_of_the_others(door: str) -> None:
     for rank in found("dies", door):
         assert rank["said"].startswith("HorovodInternalError: "), rank
         assert rank["seconds"] < 20  # the broken connection is seen at once; the rest is a busy machine
+
+
+@both_doors
+def test_a_rank_that_leaves_out_a_step_is_named_on_all(door: str) -> None:
+    """Also where Horovod itself would wait for ever for the gradients of the next pass."""
+    for rank in found("leaves_out", door):
+        assert "the ranks have parted: rank 0 is in step 4 and rank 1 is in a backward pass after 3 exchanges" in rank["said"]
 
 
 @pytest.mark.parametrize("door, spec", [(COMPRESSION, "topk:ratio=0.01"), (OWN, "topk:ratio=0.01"), (COMPRESSION, "dense")])
