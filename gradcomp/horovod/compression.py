@@ -168,7 +168,8 @@ class Compression(Handle):
     def _begin(self) -> None:
         """Begin a backward pass."""
         session = self._session
-        session.updates.note_left_out()
+        if session.reducer.on_updates:
+            session.updates.note_left_out()
         session.gradients.begin()
         here = self._network.generation
         if session.membership.met_in is not here:  # now, since Horovod waits for ever for a carrier that another rank lacks

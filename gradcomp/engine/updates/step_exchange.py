@@ -150,13 +150,10 @@ class StepExchange:
         """Tell the others where this rank is, if its last pass was not followed by a step: before one that waits for theirs."""
         session = self.session
         is_left_out = self.has_gradients and not self.has_unchecked_gradients and not self.in_step
-        if is_left_out and session.reducer.on_updates and session.membership.met_in is session.network.generation:
-            try:
+        if is_left_out and session.membership.met_in is session.network.generation:
+            with session.noting_failure():
                 self._agreement.begin(BACKWARD, 0, session.reducer.steps_done)
                 self._agreement.end()
-            except BaseException as error:
-                session.failed(error)
-                raise
 
     def end_backward(self) -> Tensor | None:
         """End a backward pass whose gradients stay this rank's own. Return 0 if all ranks' are finite, otherwise Inf or NaN.
