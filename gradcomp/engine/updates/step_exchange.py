@@ -51,7 +51,6 @@ _ADDED = (
     "{name} has got a parameter of shape {shape} since gradcomp was set up, and no rank exchanges it: each trains its own. Let "
     "the optimizer have it from the beginning, frozen after the set-up until it is trained, or make both anew"
 )
-
 _SUMS = (
     "op=Sum adds the ranks' updates up, and those of {name} do not grow with the gradient: its steps would be as many times "
     'too long as there are ranks. Use op=Average, or the spec "blocks", which exchanges gradients'
@@ -63,17 +62,14 @@ _NO_STEP = (
     f"{PASSES_BEFORE_WARNING} backward passes, and no torch optimizer has stepped: updates are exchanged after its step(). Was "
     'optimizer.step() forgotten? If the program moves the weights by itself, take the spec "blocks", which exchanges gradients'
 )
-
 _NEVER_STEPPED = (
     "this rank has joined without a step of its own, and does not know what the others exchange after theirs: give each rank "
     'at least one batch, or take the spec "blocks", which exchanges gradients'
 )
-
 _KEEPS_WEIGHTS = (
     "{name} keeps weights of its own ({key!r} in its state), which each rank moves by its own gradients: they drift apart, and "
     'the training may diverge. Take the spec "blocks", which exchanges gradients, or another optimizer'
 )
-
 
 # After the first so many exchanges of an optimizer, and then every so many, the ranks compare their weights.
 FIRST_COMPARED, COMPARED_EVERY = (10, 100), 1000
