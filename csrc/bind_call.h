@@ -175,7 +175,9 @@ class Kernel {
       devices_seen_.see(name_, device->id, static_cast<cudaStream_t>(queue.stream));
     }
 #endif
-    py::gil_scoped_release release;
+    // A launch takes microseconds, and Python's lock, once given away, comes back after milliseconds from a busy thread.
+    std::optional<py::gil_scoped_release> release;
+    if (&twin == &cpu_) release.emplace();
 #if defined(GRADCOMP_SIMT)
     // Scratch holds whatever an earlier call has left, or worse.
     (spoil_scratch(names_[I], std::get<I>(slots).get()), ...);

@@ -125,7 +125,7 @@ class HostCopy:
             self._event = torch.cuda.Event() if numbers.is_cuda else None
         self._host.copy_(numbers, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(numbers.device))
 
     def largest(self) -> int:
         """Return the largest number."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradcomp.core.requests import Gather, Purpose, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
+from gradcomp.native import extension
 from gradcomp.networks import Answer, waits
 from gradcomp.networks.alltoall import pack, unpack
 from gradcomp.networks.replicas import native_backend
@@ -111,20 +112,20 @@ class TorchNetwork:
                 sizes = [sent.bytes.numel()] * self._place[1]
                 received = sent.bytes.new_empty(sum(sizes))
                 work = self._all_gather(received, sent.bytes)
-                return self._after(work, place, functools.partial(payload.read_all, sent.form, received, sizes))
+                return self._after(work, place, received, functools.partial(payload.read_all, sent.form, received, sizes))
             case Reduce(tensor, scale):
                 work = self.group.allreduce([tensor])
-                return self._after(work, place, lambda: tensor if scale == 1 else tensor.mul_(scale))
+                return self._after(work, place, tensor, lambda: tensor if scale == 1 else tensor.mul_(scale))
             case Send():
                 outgoing, bytes_out, bytes_in = pack(request, self.world)
                 incoming = outgoing.new_empty(sum(bytes_in))
                 work = dist.all_to_all_single(incoming, outgoing, bytes_in, bytes_out, self.group, async_op=True)
-                return self._after(work, place, lambda: unpack(request, incoming, bytes_in))
+                return self._after(work, place, incoming, lambda: unpack(request, incoming, bytes_in))
 
-    def _after(self, work: dist.Work | None, place: str, read: Answer) -> Answer:
-        """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
+    def _after(self, work: dist.Work | None, place: str, received: Tensor, read: Answer) -> Answer:
+        """Return a function that waits for the operation and then reads what was received. With NCCL only the stream waits."""
         assert work is not None
-        number = self._started
+        number, began_on = self._started, extension.stream(received) if received.is_cuda else 0
 
         def answer() -> Reply:
             if self._on_host and self._roll is not None and not work.is_completed():
@@ -133,6 +134,8 @@ class TorchNetwork:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(waits.failure_sentence(error, place)) from error
+            if received.is_cuda and extension.stream(received) != began_on:  # whose next allocation may take the memory
+                received.record_stream(torch.cuda.current_stream(received.device))
             return read()
 
         return answer

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from stand_in import OnGpu, StandIn
 from torch import Tensor
 
+from gradcomp.core.requests import Gather, Reduce, Send
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slot
+from gradcomp.messages.payload import wrap
 from gradcomp.native import extension
+from gradcomp.native.memory import HostCopy
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.networks.torch import TorchNetwork
 from gradcomp.spec import make
 
 GPU = torch.device("cuda", 0)
@@ -120,3 +128,47 @@ def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
     device.current = stepping
     reducer.finish()
     assert stepping.waited_for == [3] and bucket.streams._busy == {}
+
+
+class OnSecond(OnGpu):
+    """A tensor that says that it is on the second GPU."""
+
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+def test_a_copy_to_the_host_is_noted_on_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on that of the current device, which has no work of the copy."""
+    streams, noted = [Stream(1), Stream(2)], list[Stream]()
+    event = SimpleNamespace(record=lambda stream=streams[0]: noted.append(stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    with StandIn():
+        HostCopy(torch.ones(3).as_subclass(OnSecond))
+    assert noted == streams[1:]
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[TorchNetwork]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield TorchNetwork(dist.group.WORLD, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("moves_on", [False, True])
+@pytest.mark.parametrize("kind", [Gather, Reduce, Send])
+def test_what_was_received_is_kept_until_the_stream_that_reads_it_has_done_so(
+    device: Device, network: TorchNetwork, kind: type, moves_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is the beginning's, on which it would serve again as soon as the reader lets it go."""
+    kept: list[Stream] = []
+    monkeypatch.setattr(OnGpu, "record_stream", lambda received, stream: kept.append(stream))
+    first = torch.ones(4, dtype=torch.uint8 if kind is Gather else torch.float32).repeat(2).as_subclass(OnGpu)
+    payload = wrap(first)
+    requests: dict[type, Any] = {Gather: lambda: Gather(payload), Reduce: lambda: Reduce(first, 1.0)}
+    requests[Send] = lambda: Send({0: payload}, (0,), payload.form, torch.device("cpu"))
+    answer = network.start(requests[kind](), "an exchange")
+    if moves_on:
+        device.current = Stream(5)
+    answer()
+    assert kept == [device.current] * moves_on
