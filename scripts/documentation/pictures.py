@@ -1,4 +1,4 @@
-"""The charts of pages that are made from records. PYTHONPATH=scripts python -m documentation.pictures draws them anew."""
+"""The charts of pages, made from records or by a law. PYTHONPATH=scripts python -m documentation.pictures draws them anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from documentation.charts import Bar, Bounded, Curve, Sheet, bars, bounds, curves
+from documentation.charts import MARGIN, NAME, ROW, WIDTH, Bar, Bounded, Curve, Sheet, bars, bounds, curves
 from documentation.tables import DOCS, RESULTS, SCALED, Line, by_hosts, lines_of, way_of
 from laboratory.commands.steps import DOORS, launched
 from laboratory.report import read
@@ -241,7 +241,33 @@ def scale() -> str:
     return sheet.svg()
 
 
-DRAWN = {"scores": scores, "steps": steps, "seconds": seconds, "local-steps": local_steps, "scale": scale}
+def queue() -> str:
+    """Draw what momentum and a residual have delivered of a gradient, by steps since it came."""
+    momentum, most, height, left, right = 0.9, 49, 120, MARGIN + 36, WIDTH - NAME
+    sheet = Sheet("What momentum 0.9 and a residual have delivered of a gradient")
+    sheet.heading("Delivered of a gradient's effect, by steps since it came")
+    sheet.height += 6
+    for share in (0.0, 0.5, 1.0):
+        sheet.line(left, right, height * (1 - share), kind="grid")
+        sheet.text(left - 6, f"{100 * share:.0f} %", "muted", end=True, down=height * (1 - share) - 7)
+    rows = (("momentum 0.9", 1), ("sent every 8", 8), ("or 25 steps", 25))
+    for at, (name, every) in enumerate(rows):
+        ends = [(step, 1 - momentum ** (step - step % every)) for step in range(most + 1)]
+        corners = [(step + later, share) for step, share in ends for later in range(min(every, 2))]
+        points = " ".join(
+            f"{left + (right - left) * min(step / most, 1):.1f},{sheet.height + height * (1 - share):.1f}"
+            for step, share in corners
+        )
+        sheet.parts.append(f'<polyline points="{points}" class="curve {"other" if every == 1 else "ours"}"/>')
+        sheet.text(right + 6, name, "" if every == 1 else "bold", down=14 * at - 7)
+    sheet.height += height + 4
+    for step in range(0, most, 10):
+        sheet.text(left + (right - left) * step / most + 8, f"{step}", "muted", end=True)
+    sheet.height += ROW
+    return sheet.svg()
+
+
+DRAWN = {"scores": scores, "steps": steps, "seconds": seconds, "local-steps": local_steps, "scale": scale, "queue": queue}
 
 
 if __name__ == "__main__":

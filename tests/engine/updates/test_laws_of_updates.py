@@ -175,6 +175,27 @@ def test_the_gain_along_a_constant_gradient_is_1_at_every_ratio(ratio: float, se
     torch.testing.assert_close(meant.sum(), (ours.copied()["w"] - waits).sum(), rtol=0.05, atol=1.0)
 
 
+@pytest.mark.parametrize("wire, of_square", [("exact", 1.0), ("compact", 8 / 9)])
+@pytest.mark.parametrize("ratio", [0.02, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_every_exchange_shrinks_each_ranks_residual(momentum: float, ratio: float, wire: str, of_square: float) -> None:
+    """By a share of its square that theorems on error feedback begin with, also where all entries are equally large.
+
+    of_square: what is left of that for an offer that travels as a power of two, which errs by a third at most.
+    """
+    size, sent = 1000, int(ratio * 1000)
+    ours = Replicas(f"topk:ratio={ratio},wire={wire}", partial(of_sgd, momentum=momentum), {"w": (size,)}, 2)
+    least = of_square * sent / size * (1 - momentum) ** 2
+    before = [torch.zeros(size, dtype=torch.float64)] * 2
+    for step in range(30):
+        grads = [{"w": own["w"].sign() * (1 + step // 10)} for own in draw(step % 3, {"w": (size,)}, 2)]
+        given = [each + RATE / (1 - momentum) * own["w"].double() for each, own in zip(before, grads, strict=True)]
+        ours.step(grads)
+        before = [rank.session.resume.residual()["w"].double() for rank in ours.ranks]
+        for own, left in zip(given, before, strict=True):
+            assert left.square().sum() <= (1 - least) * own.square().sum() * (1 + 1e-6), step
+
+
 # --- Layers that are frozen
 
 
