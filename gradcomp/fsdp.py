@@ -27,7 +27,7 @@ from gradcomp.handle import Handle
 from gradcomp.networks import replicas
 from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_reduce_scatter
 from gradcomp.networks.torch import TorchNetwork, reduce_scatter, share_first
-from gradcomp.saved import read_int
+from gradcomp.saved import read_int, reading
 from gradcomp.saved import table as read_table
 from gradcomp.spec import Auto
 from gradcomp.telemetry.observer import Intervals, Writer
@@ -222,12 +222,21 @@ class _Handle(Handle):
             >>> dcp.load(state, checkpoint_id=folder)
             >>> handle.load_state_dict(state["gradcomp"])
         """
+        resume = self._session.resume
+        with resume.refusing_together() as facts, reading():
+            residuals, steps = self._checked(state)
+            facts.append(f"step {steps}")
+        resume.load_residuals(residuals, steps)
+
+    def _checked(self, state: Any) -> tuple[dict[str, Tensor], int]:
+        """Return the residuals of this rank's shards in a state, and its steps. Refuse one that does not fit."""
         session = self._session
         for key in ("spec", "steps"):
             if not isinstance(state, Mapping) or key not in state:
                 raise ValueError(_NO_STATE.format(key=key))
-        if state["spec"] != session.spec:
-            raise ValueError(_OTHER_SPEC.format(theirs=state["spec"], spec=session.spec))
+        if (theirs := state["spec"]) != session.spec:
+            theirs = theirs if isinstance(theirs, str) else type(theirs).__name__
+            raise ValueError(_OTHER_SPEC.format(theirs=theirs, spec=session.spec))
         names = session.slots.parameters.keys() if session.reducer.on_updates else ()
         table = read_table(state, "residual") if "residual" in state else {}
         for name in names ^ table.keys():
@@ -238,7 +247,7 @@ class _Handle(Handle):
             fits = hasattr(part, "to_local") and part.shape == parameter.shape and local(part).shape == local(parameter).shape
             if not fits or not bool(local(part).isfinite().all()):
                 raise ValueError(_DAMAGED.format(name=name))
-        session.resume.load_residuals({name: local(part) for name, part in table.items()}, read_int(state, "steps"))
+        return {name: local(part) for name, part in table.items()}, read_int(state, "steps")
 
 
 def _means(session: Session) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ class Handle:
             state: The result of state_dict() on this rank, or the list of the results of all ranks.
 
         Raises:
-            ValueError: The state does not fit, or is damaged. Nothing of it is loaded.
+            ValueError: The state does not fit, or is damaged. Nothing of it is loaded; after the first step, on no rank.
 
         Example:
             >>> handle.load_state_dict([torch.load(f"rank-{rank}.pt", weights_only=True) for rank in range(world)])

@@ -282,22 +282,23 @@ class LocalSteps:
             ValueError: The state does not fit, or is damaged.
         """
         states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else []
-        if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
-            raise ValueError("load_state_dict() got no state of LocalSteps; pass the result of state_dict(), or a list of them")
-        try:
+        with self._fragments[0].session.resume.refusing_together() as facts, saved.reading():
+            if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
+                raise ValueError(
+                    "load_state_dict() got no state of LocalSteps; pass what state_dict() returns, or a list of it"
+                )
             for each in states:
                 self._check_state(each)
             parts = [[*each] for each in zip(*[saved.sequence(each, "fragments") for each in states], strict=True)]
             parts = parts if isinstance(state, Mapping) else [with_those_gone(each) for each in parts]
-            flows = [fragment.loading(every) for fragment, every in zip(self._fragments, parts, strict=True)]
+            flows = [fragment.loading(every, facts) for fragment, every in zip(self._fragments, parts, strict=True)]
             for flow in flows:
                 next(flow)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-            raise ValueError(f"the state is damaged ({type(error).__name__}: {error}); load another one") from error
+            rank = self._network.world.rank
+            own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
+            given = states[0] if own is None else own
+            facts.append(f"{given['counts']['in_round']} steps after the last synchronization")
         self._apply()
-        rank = self._network.world.rank
-        own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
-        given = states[0] if own is None else own
         for flow in flows:
             run(flow)
         self._optimizer.load_state_dict(given["optimizer"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ from torch import Tensor
 MOST = 2**53
 
 _REMEDY = "the state is damaged; load another one"
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Refuse a state in which no check has found the damage that its reader stumbles over."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{_REMEDY} ({type(error).__name__}: {reprlib.repr(str(error))})") from error
+
+
+def shown(value: Any) -> str:
+    """Return the text of a number or a name for a message, not too long; of anything else, what it is."""
+    return reprlib.repr(value) if isinstance(value, (str, numbers.Number)) or value is None else f"a {type(value).__name__}"
 
 
 def entry(saved: Any, name: str) -> Any:
@@ -38,20 +54,29 @@ def table_or_empty(saved: Any, name: str) -> Mapping[str, Any]:
     return table(saved, name) if not isinstance(saved, Mapping) or name in saved else {}
 
 
-def sequence(saved: Any, name: str) -> list[Any]:
-    """Return an entry that is a list or a tuple."""
+def sequence(saved: Any, name: str, counts: Sequence[int] = ()) -> list[Any]:
+    """Return an entry that is a list or a tuple, with one of these numbers of values if any are given."""
     value = entry(saved, name)
     if isinstance(value, (str, Tensor)) or not isinstance(value, Sequence):
         raise ValueError(f"{name} is a {type(value).__name__} in the state, not a list: {_REMEDY}")
+    if counts and len(value) not in counts:
+        raise ValueError(f"{name} has {len(value)} values in the state, not {counts[0]} to {counts[-1]}: {_REMEDY}")
     return list(value)
 
 
 def names(saved: Any, name: str) -> list[str]:
     """Return an entry that is a list of names."""
     values = sequence(saved, name)
-    if (other := next((value for value in values if not isinstance(value, str)), None)) is not None:
-        raise ValueError(f"{name} has {other!r} in the state, which is no name: {_REMEDY}")
+    if others := [value for value in values if not isinstance(value, str)]:
+        raise ValueError(f"{name} has {shown(others[0])} in the state, which is no name: {_REMEDY}")
     return values
+
+
+def read_bool(saved: Any, name: str) -> bool:
+    """Return an entry that is True or False."""
+    if not isinstance(value := entry(saved, name), bool):
+        raise ValueError(f"{name}={shown(value)} in the state must be True or False: {_REMEDY}")
+    return value
 
 
 def read_int(saved: Any, name: str, least: int = 0, most: int = MOST) -> int:
@@ -59,16 +84,16 @@ def read_int(saved: Any, name: str, least: int = 0, most: int = MOST) -> int:
     return check_int(entry(saved, name), name, least, most)
 
 
-def read_ints(saved: Any, name: str, least: int = 0) -> list[int]:
-    """Return an entry that is a list of whole numbers."""
-    return [check_int(value, name, least) for value in sequence(saved, name)]
+def read_ints(saved: Any, name: str, counts: Sequence[int] = ()) -> list[int]:
+    """Return an entry that is a list of whole numbers of at least 0. counts: see sequence()."""
+    return [check_int(value, name) for value in sequence(saved, name, counts)]
 
 
 def check_int(value: Any, name: str, least: int = 0, most: int = MOST) -> int:
     """Return a whole number in this range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         above = f" and at most {most}" if most < MOST or (isinstance(value, numbers.Integral) and int(value) > most) else ""
-        raise ValueError(f"{name}={value!r} in the state must be a whole number of at least {least}{above}: {_REMEDY}")
+        raise ValueError(f"{name}={shown(value)} in the state must be a whole number of at least {least}{above}: {_REMEDY}")
     return int(value)
 
 
@@ -76,35 +101,34 @@ def number(saved: Any, name: str, least: float = 0.0) -> float:
     """Return an entry that is a finite number of at least this."""
     value = entry(saved, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= float(value) < math.inf:
-        raise ValueError(f"{name}={value!r} in the state must be a number of at least {least:g}: {_REMEDY}")
+        raise ValueError(f"{name}={shown(value)} in the state must be a number of at least {least:g}: {_REMEDY}")
     return float(value)
 
 
 def numbers_of(saved: Any, name: str, count: int) -> tuple[float, ...]:
     """Return an entry that is a list of this many finite numbers of at least 0."""
-    values = sequence(saved, name)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} numbers in the state where {count} were expected: {_REMEDY}")
-    return tuple(number({name: value}, name) for value in values)
+    return tuple(number({name: value}, name) for value in sequence(saved, name, [count]))
 
 
 def tensor(
     saved: Any, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, finite: bool = True, what: str = ""
 ) -> Tensor:
-    """Return an entry that is a tensor of this shape, and of this type if one is given.
+    """Return an entry that is a tensor of this shape, and of this type if one is given, without its history of gradients.
 
     what: the tensor's name in messages; the entry's name by default.
     """
     value, what = entry(saved, name), what or name
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is a {type(value).__name__} in the state, not a tensor: {_REMEDY}")
+    if value.layout != torch.strided or value.is_meta or hasattr(value, "to_local"):
+        raise ValueError(f"{what} is sparse, a DTensor or without memory in the state, not a dense tensor: {_REMEDY}")
     if dtype is not None and value.dtype != dtype:
         raise ValueError(f"{what} is of type {value.dtype} in the state where {dtype} was expected: {_REMEDY}")
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{what} has shape {tuple(value.shape)} in the state where {tuple(shape)} was expected: {_REMEDY}")
     if finite and not bool(torch.isfinite(value).all()):
         raise ValueError(f"{what} is not finite in the state: {_REMEDY}")
-    return value
+    return value.detach()
 
 
 def form(value: Any) -> Any:

@@ -149,7 +149,7 @@ class Simulation:
         Raises:
             ValueError: The state does not fit, or is damaged. Nothing of it is loaded.
         """
-        self._together([session.resume.loading(state) for session in self._sessions])
+        self._together([session.resume.loading(state, []) for session in self._sessions])
 
     def stats(self) -> Stats:
         """Return figures of the last step on rank 0."""

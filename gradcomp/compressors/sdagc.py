@@ -153,7 +153,7 @@ class Sdagc(Compressor):
 
     def _load_common(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         """Load the part of a state that all ranks share."""
-        lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
+        lam, target = sequence(saved, "set_for", [2])
         basis = (number({"set_for": lam}, "set_for", -1.0), check_int(target, "set_for", 0, state.n))
         state.steps, state.highest_rate = read_int(saved, "steps"), number(saved, "highest_rate")
         state.capacity_basis, state.capacity = basis, None
@@ -246,12 +246,7 @@ class Capacity:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.entries = read_int(saved, "entries", 1, self.largest)
-        copied, known = read_ints(saved, "copied"), read_ints(saved, "known")
-        if len(copied) >= DELAY or len(known) > DELAY:
-            raise ValueError(
-                f"the capacity in the state has {len(copied)} counts on their way and {len(known)} known ones, where fewer "
-                f"than {DELAY} and at most {DELAY} are possible; the state is damaged; load another one"
-            )
+        copied, known = read_ints(saved, "copied", range(DELAY)), read_ints(saved, "known", range(DELAY + 1))
         self._copied = deque(HostCopy(torch.tensor([count])) for count in copied)
         self._known = deque(known, maxlen=DELAY)
 

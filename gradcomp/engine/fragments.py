@@ -111,9 +111,9 @@ class Fragment:
             for of, table in of_start.items():
                 saved.tensor(table, name, weight.shape, dtype=torch.float32, what=f"{name!r} of the {of}")
 
-    def loading(self, states: Sequence[Mapping[str, Any]]) -> Flow[None]:
-        """Load the exchange of all ranks' states. All checks come before the first yield."""
-        return self.session.resume.loading([saved.entry(each, "exchange") for each in states])
+    def loading(self, states: Sequence[Mapping[str, Any]], facts: list[str]) -> Flow[None]:
+        """Load the exchange of all ranks' states. See Resume.loading()."""
+        return self.session.resume.loading([saved.entry(each, "exchange") for each in states], facts)
 
     @torch.no_grad()
     def load_state_dict(self, first: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:

@@ -68,8 +68,8 @@ _HEAD = len(MAGIC) + _FACTS.size
 def record(terms: Mapping[str, str], facts: Facts = Facts()) -> Tensor:  # noqa: B008 - it never changes
     """Make a rank's record, of fixed size: its facts, and for each term a digest of its text and the text's beginning."""
     entries = b"".join(
-        hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest() + text.encode()[:_TEXT].ljust(_TEXT)
-        for text in terms.values()
+        hashlib.blake2b(data, digest_size=_DIGEST).digest() + data[:_TEXT].ljust(_TEXT)
+        for data in [text.encode(errors="backslashreplace") for text in terms.values()]
     )
     return torch.frombuffer(bytearray(MAGIC + _FACTS.pack(*facts) + entries), dtype=torch.uint8)
 
@@ -213,6 +213,18 @@ class Membership:
             scale_state(reducer, size / self.owner.scaled_for)
         self.owner = Owner(Place(rank, size), size)
         self.met_in, self._ever_met = self._generation, True
+
+    def agree(self, text: str, refused: Exception | None) -> Flow[Exception | None]:
+        """Return why this rank refuses its state: for its own reason, or since another one does, or has another text."""
+        for each in (self, *self.axes):
+            terms = {"the loaded state": text if refused is None else str(refused)}
+            each._network.prepare()
+            records = yield from each._gather(record(terms), "loaded state")
+            try:
+                check_terms(terms, records, each._network.world.numbers)
+            except ValueError as differ:
+                refused = refused or differ
+        return refused
 
     def _share(self, reducer: Reducer) -> Flow[None]:
         """Compare the state that all ranks must share. All ranks adopt the leader's if it differs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gradcomp.engine.meeting import Flow, Snapshot, run
 from gradcomp.engine.phases import Phase
 from gradcomp.engine.updates.steps import give_up_failed
 from gradcomp.engine.updates.to_gradients import deliver_residuals
+from gradcomp.saved import reading
 
 
 class Resume:
@@ -88,25 +90,45 @@ class Resume:
 
         make: makes the compressor of the state's spec, with which the session then continues; by default it keeps its own.
         """
-        run(self.loading(saved, make))
+        with self.refusing_together() as facts:
+            next(flow := self.loading(saved, facts, make))
+        run(flow)
 
-    def loading(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> Flow[None]:
-        """Load a state in lock-step with other ranks. See load_state_dict()."""
+    @contextmanager
+    def refusing_together(self) -> Iterator[list[str]]:
+        """Check this rank's state inside. Ranks that meet at once all refuse theirs if one does, or has other facts to add."""
+        session, refused, facts = self._session, None, list[str]()
+        try:
+            yield facts
+        except Exception as error:
+            refused = error
+        if session.has_met or session.phases.now is Phase.FAILED:
+            with session.noting_failure():
+                refused = run(session.membership.agree("; ".join(facts), refused))
+        if refused is not None:
+            raise refused
+
+    def loading(self, saved: Any, facts: list[str], make: Callable[[str], Compressor] | None = None) -> Flow[None]:
+        """Load a state in lock-step with other ranks. The first yield comes after all checks. facts: equal on all ranks."""
         session = self._session
         give_up_failed()
         spec = session.spec if make is None else state.spec_of(saved) or session.spec
         loaded = state.States(saved, spec)
         taken = loaded.take(session.membership.place)
         reducer, compressor = session.reducer, session.compressor
-        if make is not None and spec != session.spec:
-            compressor = make(spec)
-            reducer = session.make_reducer(compressor)
-        if reducer.on_updates and (parts := state.saved_parts(taken.shares)) is not None:
-            session.updates.optimizers.parts = parts  # until the optimizers that they follow from are seen
-            reducer = session.make_reducer(compressor)
-        load = state.load_shares(reducer, session.slots.shapes, taken, loaded.steps)
+        with reading():
+            if make is not None and spec != session.spec:
+                compressor = make(spec)
+                reducer = session.make_reducer(compressor)
+            parts = state.saved_parts(taken.shares, session.slots.shapes)
+            if parts is not None and reducer.on_updates:
+                reducer = session.make_reducer(compressor, parts)
+            load = state.load_shares(reducer, taken, loaded.steps)
+        facts.append(f"step {loaded.steps} of {spec}, sums={loaded.sums}, {[each.layout.names for each in reducer.buckets]}")
         meets_again = session.has_met or session.phases.now is Phase.FAILED
         yield
+        if parts is not None:
+            session.updates.optimizers.parts = parts  # until the optimizers that they follow from are seen
         session.restore(load, reducer, compressor)
         session.membership.note_loaded(taken.of, loaded.ranks)
         session.sums = loaded.sums
@@ -159,7 +181,8 @@ class Resume:
         reducer = session.reducer
         if snapshot.compressor is not session.compressor:  # a change of spec came after the commit
             reducer = session.make_reducer(snapshot.compressor)
-        load = state.load_own(reducer, session.slots.shapes, share)
+        taken = state.Taken({0: share}, 1.0, state.Place(0, 1))
+        load = state.load_shares(reducer, taken, share["steps"], trusted=True)
         session.restore(load, reducer, snapshot.compressor)
         session.membership.restore(snapshot.owner)
         session.sums = share["sums"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,12 +45,12 @@ class Session:
         self.gradients, self.updates = GradientExchange(self), StepExchange(self)
         self.install(self.make_reducer(compressor), compressor)
 
-    def make_reducer(self, compressor: Compressor) -> Reducer:
+    def make_reducer(self, compressor: Compressor, parts: Mapping[str, Hashable] | None = None) -> Reducer:
         on_updates = self.door.acts_on_updates(compressor)
         if compressor.traits.rates == "needed" and not (on_updates or self.door.has_rates):
             remedy = "" if self.door.has_optimizers else "pass optimizer=, or "
             raise ValueError(f"{compressor} needs the learning rates: {remedy}let it keep a residual, without feedback=false")
-        parts = self.updates.optimizers.parts if on_updates else None
+        parts = (parts or self.updates.optimizers.parts) if on_updates else None
         slots = {} if self.door.exchanges_gradients and not on_updates else {slot.name: slot for slot in self.slots.slots}
         reducer = Reducer(compressor, slots, self.network, self.options, parts, on_updates)
         reducer.entries = self.slots.entries

@@ -67,11 +67,8 @@ def residuals(reducer: Reducer, slots: Slots) -> dict[str, Tensor]:
 def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Copy = Tensor.clone) -> dict[str, Any]:
     """Copy all that the next step depends on.
 
-    Args:
-        reducer: The reducer whose state is saved.
-        shapes: The shape and the order of memory of every layer.
-        sums: True if updates are sums over the ranks, not means.
-        copy: Copies a layer's array.
+    shapes: the shape and the order of memory of every layer. sums: updates are sums over the ranks, not means. copy: copies a
+    layer's array.
     """
     share = _save_progress(reducer, copy)
     for bucket, part, own in zip(reducer.buckets, reducer.part_numbers, share["buckets"], strict=True):
@@ -93,23 +90,14 @@ def _save_progress(reducer: Reducer, copy: Copy) -> dict[str, Any]:
     return {"layers": {_PART: layers} if layers else {}, "buckets": buckets}
 
 
-def load_shares(
-    reducer: Reducer, shapes: Mapping[str, str], taken: Taken, steps: int, *, trusted: bool = False
-) -> Callable[[], None]:
+def load_shares(reducer: Reducer, taken: Taken, steps: int, *, trusted: bool = False) -> Callable[[], None]:
     """Check shares of the same layers and spec. Return a function that loads them, and cannot fail.
 
-    The residual becomes the sum of the shares' times the factor. A compressor's own state comes from the first
-    share, and only if a bucket has the same layers; other buckets keep their own.
+    The residual becomes the sum of the shares' times the factor, or zero without any. A compressor's own state comes from the
+    first share, and only if a bucket has the same layers; other buckets keep their own.
 
-    Args:
-        reducer: The reducer that continues from the shares.
-        shapes: The shape and the order of memory of every layer.
-        taken: The shares. Without any, all is zero.
-        steps: The steps that the training has done.
-        trusted: The shares come from this process, and need not be finite.
+    steps: that the training has done. trusted: the shares come from this process, and need not be finite.
     """
-    for rank, share in taken.shares.items():
-        _check_shapes(shapes, share, f"rank {rank}: " if len(taken.shares) > 1 else "")
     own = _readers(taken.shares, trusted)
     loads: list[Callable[[], None]] = []
     inner: list[tuple[Bucket, int, Any]] = []
@@ -139,16 +127,16 @@ def _load_noise(bucket: Bucket, own: Sequence[_Reader]) -> Callable[[], None]:
     return lambda: noise.load(numbers)
 
 
-def saved_parts(shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Hashable] | None:
-    """Return the part of each layer, as the first share's buckets have it. None: all are of one part."""
+def saved_parts(shares: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, str]) -> dict[str, Hashable] | None:
+    """Check that shares are of layers of these shapes and orders of memory.
+
+    Return the part of each layer, as the first share's buckets have it. None: all are of one part.
+    """
+    for rank, share in shares.items():
+        _check_shapes(shapes, share, f"rank {rank}: " if len(shares) > 1 else "")
     records = saved.sequence(next(iter(shares.values())), "buckets") if shares else ()
     parts = {name: saved.read_int(each, "part", 0) for each in records for name in saved.names(each, "layers")}
-    return dict(parts) if len({*parts.values()}) > 1 else None
-
-
-def load_own(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> Callable[[], None]:
-    """Return a function that loads a share of this rank's, which save_share() has made in this process. See load_shares()."""
-    return load_shares(reducer, shapes, Taken({0: share}, 1.0, Place(0, 1)), share["steps"], trusted=True)
+    return {name: parts.get(name, 0) for name in shapes} if len({*parts.values()}) > 1 else None
 
 
 class _Reader(NamedTuple):
@@ -180,12 +168,7 @@ def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int
     inner = bucket.compressor.init(bucket.layout, bucket.seed)
     if record is None:
         return steps, inner
-    try:
-        bucket.compressor.load(inner, saved.table_or_empty(record, "compressor"))
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise ValueError(
-            f"the state of {bucket.compressor} is damaged ({type(error).__name__}: {error}); load another one"
-        ) from error
+    bucket.compressor.load(inner, saved.table_or_empty(record, "compressor"))
     return saved.read_int(record, "steps"), inner
 
 
@@ -200,8 +183,8 @@ def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: s
     for name, shape in shapes.items():
         if theirs[name] != shape:
             raise ValueError(
-                f"{prefix}the state does not fit the model: {name!r} has shape {shape}, in the state {theirs[name]}; load it "
-                "into the model that saved it"
+                f"{prefix}the state does not fit the model: {name!r} has shape {shape}, in the state "
+                f"{saved.shown(theirs[name])}; load it into the model that saved it"
             )
 
 
@@ -219,12 +202,8 @@ def in_main_memory(value: Any) -> Any:
 
 def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Make a state. Its keys tell the ranks' shares apart, also where a tool collects the states of all ranks in one file."""
-    return {
-        "format": FORMAT,
-        "spec": spec,
-        "ranks": ranks,
-        "of_rank": {str(rank): dict(share) for rank, share in shares.items()},
-    }
+    of_rank = {str(rank): dict(share) for rank, share in shares.items()}
+    return {"format": FORMAT, "spec": spec, "ranks": ranks, "of_rank": of_rank}
 
 
 class States:
@@ -244,8 +223,8 @@ class States:
                     "results of all ranks"
                 )
             self._add(state, spec)
-        self.steps = _steps(self.shares)
-        self.sums = _sums(self.shares)
+        self.steps: int = _equal(self.shares, "steps", saved.read_int)
+        self.sums: bool = _equal(self.shares, "sums", saved.read_bool)
 
     def take(self, here: Place | None) -> Taken:
         """Choose a rank's shares. A new rank has none: its residual is empty.
@@ -288,13 +267,13 @@ class States:
                 f"this is no state of gradcomp: it has {', '.join(map(repr, [*state][:4])) or 'nothing'}; pass "
                 + (f"its entry {inside}" if inside else "the result of state_dict() of the handle or Compression")
             )
-        if (found := state.get("format", 1)) not in range(OLDEST, FORMAT + 1):
+        if not isinstance(found := state.get("format", 1), int) or not OLDEST <= found <= FORMAT:
             raise ValueError(
-                f"the state has format {found}, but this gradcomp reads formats {OLDEST} to {FORMAT}: another version saved "
-                "it; continue with that version, or without the state"
+                f"the state has format {saved.shown(found)}, but this gradcomp reads formats {OLDEST} to {FORMAT}: another "
+                "version saved it; continue with that version, or without the state"
             )
         if not isinstance(theirs := saved.entry(state, "spec"), str):
-            raise ValueError(f"the state has the spec {theirs!r}, which is no text; the state is damaged; load another one")
+            raise ValueError(f"the state has the spec {saved.shown(theirs)}, which is no text; it is damaged; load another one")
         if theirs != spec:
             raise ValueError(
                 f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}, "
@@ -325,25 +304,13 @@ def spec_of(state: Any) -> str | None:
     return spec if isinstance(spec, str) else None
 
 
-def _sums(shares: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether updates were sums over the ranks. Refuse shares that differ in it."""
-    of_rank = {rank: saved.entry(share, "sums") for rank, share in shares.items()}
-    if {*map(type, of_rank.values())} != {bool} or len({*of_rank.values()}) > 1:
-        found = ", ".join(f"{sums!r} of rank {rank}" for rank, sums in sorted(of_rank.items()))
-        raise ValueError(
-            f"sums must be True, or False, of all ranks in the state, and is {found}: it is damaged; load another one"
-        )
-    return of_rank.popitem()[1] is True
-
-
-def _steps(shares: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the number of steps of the shares of all ranks. Refuse shares of different steps."""
-    steps = {rank: saved.read_int(share, "steps") for rank, share in shares.items()}
-    first, *others = steps.items()
-    for rank, count in others:
-        if count != first[1]:
+def _equal(shares: Mapping[int, Mapping[str, Any]], name: str, read: Callable[[Any, str], Any]) -> Any:
+    """Return a value that the shares of all ranks have alike."""
+    first, *others = [(rank, read(share, name)) for rank, share in shares.items()]
+    for rank, value in others:
+        if value != first[1]:
             raise ValueError(
-                f"the states are of different steps: that of rank {first[0]} has {first[1]}, that of rank {rank} has {count}; "
+                f"the states are of different {name}: that of rank {first[0]} has {first[1]}, that of rank {rank} has {value}; "
                 "load states that all ranks saved after the same step"
             )
     return first[1]

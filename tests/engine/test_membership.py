@@ -211,12 +211,24 @@ def test_by_host_restores_its_state_on_all_ranks_or_on_none(now: list[str]) -> N
         steps(ranks, 1)
 
 
-def test_a_state_that_is_refused_on_one_rank_changes_nothing() -> None:
-    ranks = start(2, SPEC)
-    steps(ranks, 2)
-    with pytest.raises(ValueError, match="the state is of rank 1 of 2, but this is rank 0 of 2"):
-        ranks[0].session.resume.load_state_dict(ranks[1].session.resume.state_dict())
-    steps(ranks, 2)
+@pytest.mark.parametrize("damage", ["of rank 1", "steps"])
+def test_a_state_that_is_refused_on_one_rank_changes_nothing_on_any(damage: str) -> None:
+    """One that is refused, and one of other steps, which only a comparison shows. They compare before they load."""
+    ranks, undisturbed = start(2, SPEC), start(2, SPEC)
+    for members in (ranks, undisturbed):
+        steps(members, 2)
+    states = [rank.session.resume.state_dict() for rank in ranks]
+    if damage == "steps":
+        states[0]["of_rank"]["0"]["steps"] = 7
+    else:
+        states[0] = states[1]
+    first, second = together(ranks, lambda rank: rank.session.resume.load_state_dict(states[ranks.index(rank)]))
+    assert isinstance(first, ValueError) and isinstance(second, ValueError) and "the loaded state: rank 0 has" in str(second)
+    if damage == "of rank 1":
+        assert str(first).startswith("the state is of rank 1 of 2, but this is rank 0 of 2") and str(first)[:60] in str(second)
+    for members in (ranks, undisturbed):
+        steps(members, 2)
+    assert all(torch.equal(rank.came, other.came) for rank, other in zip(ranks, undisturbed, strict=True))
 
 
 # The records by which ranks agree

@@ -198,6 +198,7 @@ class Autoencoder:
         self.steps = read_int(saved, "turns")
         for name, array in arrays.items():
             getattr(self, name).copy_(array)
+        self.moments[1].clamp_(min=0)  # a mean of squares
 
 
 def _convolve(codes: Tensor, taps: Tensor, entries: int) -> Tensor:

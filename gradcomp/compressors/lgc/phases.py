@@ -21,6 +21,8 @@ DENSE, LEARN, CODE = "dense", "learn", "code"
 # The latest steps with codes that count, and how many of them may be bad before the autoencoder learns again. Both are large
 # because a step is judged by a few random sums.
 WINDOW, MOST_BAD_STEPS = 64, 32
+# Times that it can learn again: each is twice as long.
+MOST_FALLS = 40
 # The autoencoder learns again once the learning rate is below this share of its highest value, since the gradients change.
 RATE_FALL = 0.5
 # The signed sums of a rank's entries.
@@ -105,18 +107,11 @@ class Phases:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of save()."""
-        remaining, marks, seen = read_ints(saved, "left"), read_ints(saved, "marks"), read_ints(saved, "seen")
-        if len(remaining) != 2 or len(marks) >= DELAY or len(seen) > WINDOW:
-            raise ValueError(
-                f"the phases in the state have {len(remaining)} counts of steps left, {len(marks)} marks and {len(seen)} steps "
-                f"with codes, where 2, fewer than {DELAY} and at most {WINDOW} are possible: the state "
-                "is damaged; load another one"
-            )
-        self.steps, self.relearned = read_int(saved, "steps"), read_int(saved, "falls")
+        self.remaining, marks = read_ints(saved, "left", [2]), read_ints(saved, "marks", range(DELAY))
+        self.steps, self.relearned = read_int(saved, "steps"), read_int(saved, "falls", 0, MOST_FALLS)
         self.highest_rate = number(saved, "rate")
-        self.remaining = remaining
         self._marks = deque(HostCopy(torch.tensor([mark])) for mark in marks)
-        self._bad_steps = deque(seen, maxlen=WINDOW)
+        self._bad_steps = deque(read_ints(saved, "seen", range(WINDOW + 1)), maxlen=WINDOW)
 
 
 class CodeCheck(NamedTuple):
@@ -180,7 +175,7 @@ class CodeError:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of save()."""
-        self.squared.copy_(tensor(saved, "square", self.squared.shape))
+        self.squared.copy_(tensor(saved, "square", self.squared.shape).clamp(min=0))
 
 
 def _squares(sums: Tensor) -> Tensor:
