@@ -94,7 +94,7 @@ def test_a_state_of_something_else_is_refused() -> None:
         gradcomp.Simulation("topk:ratio=0.5", {"w": (5,)}, 2).load_state_dict(state)
     with pytest.raises(ValueError, match="does not fit the model: only one of them has v, w; load it"):
         gradcomp.Simulation("topk", {"v": (5,)}, 2).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"'w' has shape \(6,\), in the state \(5,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape '\(6,\)', in the state '\(5,\)'"):
         gradcomp.Simulation("topk", {"w": (6,)}, 2).load_state_dict(state)
 
 

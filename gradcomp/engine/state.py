@@ -183,7 +183,7 @@ def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: s
     for name, shape in shapes.items():
         if theirs[name] != shape:
             raise ValueError(
-                f"{prefix}the state does not fit the model: {name!r} has shape {shape}, in the state "
+                f"{prefix}the state does not fit the model: {name!r} has shape {shape!r}, in the state "
                 f"{saved.shown(theirs[name])}; load it into the model that saved it"
             )
 
