@@ -13,7 +13,7 @@ import pytest
 
 from gradcomp.native import extension
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TESTS = Path(__file__).resolve().parents[1]
 # The compiler's options for each target.
@@ -46,9 +46,7 @@ def digests(path: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(each, marks=[] if each == "default" else [pytest.mark.long]) for each in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_target_has_the_results_of_the_installed_module(target: str) -> None:
     if not has(target):
         pytest.skip(f"this machine has no {target}; run this where one has")

@@ -216,7 +216,7 @@ def test_horovod_with_process_sets() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["torch", "horovod"])
+@pytest.mark.parametrize("door", ["torch", pytest.param("horovod", marks=pytest.mark.long)])
 def test_auto_on_a_slow_link(door: str) -> None:
     """Nothing is patched: the ranks measure, try and choose. Their steps get twice as fast, or more."""
     if door == "horovod":

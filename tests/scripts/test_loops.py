@@ -55,11 +55,11 @@ def test_a_cell_that_is_as_good_after_three_times_the_steps_is_late(monkeypatch:
     assert table(lines)[1][2:] == ["90.0 late", "90.0 WORSE"]
 
 
-def test_two_cases_on_real_ranks(tmp_path: Path) -> None:
-    chosen = ["--cases", "AdamW(amsgrad);RAdam", "--doors", "ddp", "--specs", "topk", "--steps", "24", "--seeds", "1"]
+@pytest.mark.long
+def test_a_case_on_real_ranks(tmp_path: Path) -> None:
+    chosen = ["--cases", "AdamW(amsgrad)", "--doors", "ddp", "--specs", "topk", "--steps", "24", "--seeds", "1"]
     assert main(["loops", *chosen, "--out", str(tmp_path)]) in (0, 1)
     record = json.loads((tmp_path / "loops.json").read_text())
-    lines = {line["key"][0]: line for line in record["cells"]}
-    assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
-    for line in lines.values():
-        assert line["score"] > 10 and line["plain"] > 10 and not line["refused"], line
+    (line,) = record["cells"]
+    assert line["key"][0] == "AdamW(amsgrad)" and str(tmp_path) not in json.dumps(record)
+    assert line["score"] > 10 and line["plain"] > 10 and not line["refused"], line

@@ -30,7 +30,7 @@ def test_bounds_hold_the_median_as_often_as_they_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [[], ["--hosts", "2"]])
+@pytest.mark.parametrize("hosts", [[], pytest.param(["--hosts", "2"], marks=pytest.mark.long)])
 def test_a_checkout_beside_itself(hosts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if hosts:
         need_cluster()
