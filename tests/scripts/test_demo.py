@@ -116,22 +116,20 @@ def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["horovod", "ddp"])
-def test_the_demo_trains_on_two_ranks(door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    half, door_option = ("bf16", ["--ddp"]) if door == "ddp" else ("fp16", [])
-    ways = f"{half};topk:ratio=0.1"
-    assert demo.main([*door_option, "--steps", "150", "--width", "64", "--specs", ways, "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("door, spec", [("horovod", "topk:ratio=0.1"), ("ddp", "bf16")])
+def test_the_demo_trains_on_two_ranks(door: str, spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--steps", "100", "--width", "64", "--specs", spec, "--out", str(tmp_path)]
+    assert demo.main([*(["--ddp"] if door == "ddp" else []), *small]) == 0
     said = capsys.readouterr().out
     parameters = 64 * 64 + 2 * 64 * 64 + 3 * 64 + 64 * 10 + 10
-    dense, halved, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)
-    assert f"{4 * parameters:,}" in dense and f"{2 * parameters:,}" in halved
-    assert f"{reference.compact_bytes(parameters, -(-parameters // 10)):,}" in compressed
-    for line in (dense, halved, compressed):
+    sent = 2 * parameters if door == "ddp" else reference.compact_bytes(parameters, -(-parameters // 10))
+    dense, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)
+    assert f"{4 * parameters:,}" in dense and f"{sent:,}" in compressed
+    for line in (dense, compressed):
         accuracy = float(line.split(" %")[0].split()[-1])
         assert accuracy > 50
     assert "DIFFER" not in said
     assert ("two emulated hosts with links of 200mbit" in said) == (demo.why_unshaped("200mbit") is None)
     plot, log = tmp_path / "loss.png", tmp_path / "topk-ratio-0-1.log"
-    assert str(plot) in said and {plot, log} <= {*tmp_path.iterdir()}
-    assert "exchanges updates after each step of SGD" in log.read_text()
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert str(plot) in said and plot.read_bytes().startswith(b"\x89PNG")
+    assert door == "ddp" or "exchanges updates after each step of SGD" in log.read_text()
