@@ -76,10 +76,10 @@ BY_HOST = [
     "blocks:by_host=true",
     "bingrad:form=pb,group=512,by_host=true",
 ]
-# Door, number of ranks and of hosts with equally many of them, and the specs.
+# Door, number of ranks and of hosts with equally many of them, and the specs. Horovod's two doors take turns.
 STARTS = {
-    (COMPRESSION, 2, 1): SPECS,
-    (OWN, 2, 1): SPECS,
+    (COMPRESSION, 2, 1): SPECS[::2],
+    (OWN, 2, 1): SPECS[1::2],
     (DDP, 2, 1): SPECS,
     (DDP, 3, 1): REDUCED + GATHERED_OR_SENT,
     (OWN, 4, 2): BY_HOST,

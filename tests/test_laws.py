@@ -17,6 +17,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.engine.feedback import Feedback
+from gradcomp.native import extension
 
 WORLDS = [1, 2, 3, 4, 8]
 # Numbers of ranks for the emulator, which is slow and does not know them, and for laws that hardly depend on them.
@@ -28,18 +29,16 @@ few_worlds = pytest.mark.parametrize(
     "world", [pytest.param(world, marks=[] if world in FEW else [pytest.mark.long]) for world in WORLDS]
 )
 specs = pytest.mark.parametrize("spec", ALL)
+NATIVE = extension.native
 
 
-def in_turn(name: str, values: Sequence[float | str]) -> pytest.MarkDecorator:
-    """Run every spec at every place with one of the values in turn: each value meets every spec, device and world.
-
-    The other values, all triples, are long tests.
-    """
+def in_turn(name: str, values: Sequence[float | str], every: int = 1) -> pytest.MarkDecorator:
+    """Run every spec at every place, or every second one, with one of the values in turn. All other triples are long tests."""
     cases = []
     for i, spec in enumerate(ALL):
         for j, (device, world) in enumerate(PLACES):
             for k, value in enumerate(values):
-                marks = [] if k == (i + j) % len(values) else [pytest.mark.long]
+                marks = [] if (i + j) % (every * len(values)) == every * k else [pytest.mark.long]
                 marks += [pytest.mark.slow] if device == "simt" or world > 3 else []
                 cases.append(pytest.param(spec, device, world, value, marks=marks))
     return pytest.mark.parametrize(f"spec,device,world,{name}", cases, indirect=["device"])
@@ -53,7 +52,7 @@ def test_every_compressor_has_its_laws() -> None:
 def test_conservation(spec: str, world: int, device: torch.device, bucket_mb: float) -> None:
     """Nothing is lost and nothing is made up, step after step, in one bucket and in several. step() checks agreement."""
     simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb, device=device)
-    for step, kind in enumerate(gradients.KINDS):
+    for step, kind in enumerate(gradients.KINDS[:: 2 if extension.native is not NATIVE else 1]):  # the emulator takes its time
         check_conservation(simulation, draw(kind, 17 * step, world, device))
 
 
@@ -95,7 +94,7 @@ def test_bytes_are_as_promised(spec: str, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 4])
 @specs
 def test_training_reaches_the_minimum(spec: str, world: int) -> None:
     """Ranks that pull towards one point with different strength bring the weights there, however little a step sends."""
@@ -111,7 +110,7 @@ def test_training_reaches_the_minimum(spec: str, world: int) -> None:
     assert (w - goal).norm() < 0.01 * goal.norm()
 
 
-@in_turn("bad", [float("inf"), float("-inf"), float("nan")])
+@in_turn("bad", [float("inf"), float("-inf"), float("nan")], every=2)
 def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float, device: torch.device) -> None:
     """One bad entry on one rank makes the update not finite, so that a GradScaler skips the step everywhere.
 
@@ -134,7 +133,7 @@ def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, ba
     check_conservation(simulation, draw("normal", 3, world, device))
 
 
-@in_turn("spike", [*SPIKES])
+@in_turn("spike", [*SPIKES], every=2)
 def test_a_spike_leaves_every_value_finite(spec: str, world: int, spike: str, device: torch.device) -> None:
     """Huge gradients of one step spoil neither its update nor a later one, nor a residual. Nothing is lost."""
     simulation = gradcomp.Simulation(spec, SHAPES, world, device=device)

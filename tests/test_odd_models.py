@@ -133,16 +133,19 @@ def step(model: nn.Module, turn: int, rank: int) -> None:
 
 
 def alone(door: str, name: str) -> Tensor:
-    """Train with DDP alone, or with one hvd.allreduce after the other, in float32, since Horovod takes no bfloat16."""
+    """Train with DDP alone, or with an hvd.allreduce of each gradient, in float32, since Horovod takes no bfloat16."""
     model = make(name)
     whole = DistributedDataParallel(model, bucket_cap_mb=0.02) if door == DDP else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for turn in range(STEPS):
         optimizer.zero_grad()
         step(whole, turn, doors.rank(door))
-        for n, p in model.named_parameters() if door != DDP else ():
-            if p.grad is not None and p.numel():
-                p.grad.copy_(hvd.allreduce(p.grad.float().contiguous(), name=f"alone.{n}", op=hvd.Average))
+        own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.numel()} if door != DDP else {}
+        started = {
+            n: hvd.allreduce_async(grad.float().contiguous(), name=f"alone.{n}", op=hvd.Average) for n, grad in own.items()
+        }
+        for n, grad in own.items():
+            grad.copy_(hvd.synchronize(started[n]))
         optimizer.step()
     return small_net.weights(model)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS = 6
 DENSE, EXACT, SPARSE = "dense", "topk:ratio=1,wire=exact", "topk:ratio=0.01"
 OF_GRADIENTS = f"{EXACT},feedback=false"  # for what acts on a mean gradient otherwise than on each rank's own
 Way = Callable[[str, str | None], Tensor]
@@ -117,7 +117,7 @@ def scaled(door: str, spec: str | None, told: bool = True) -> Tensor:
     """Train under a scaler that grows, and skips the steps in which one rank's gradient overflows. told: scaler= is passed."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     run = made(door, spec, momentum=0.9, **({"scaler": scaler} if told and spec else {}))
-    for step in range(STEPS):
+    for step in range(10):
         run.optimizer.zero_grad()
         x, y = next(run.data)
         loss = nn.functional.cross_entropy(run.whole(x), y)
@@ -306,7 +306,7 @@ def test_with_nothing_left_out_training_is_the_doors_own(door: str, count: int, 
         theirs = rank[name, None]
         if count == 2:  # a + b is b + a, whoever adds
             assert torch.equal(theirs, rank[name, DENSE])
-        # Three summands in another order, or weights whose differences are the updates: a rounding of 2^-24 each, in 10 steps.
+        # Three summands in another order, or weights whose differences are the updates: a rounding of 2^-24 each, in ten steps.
         for spec in (DENSE, EXACT):
             assert (theirs - rank[name, spec]).norm() <= 1e-6 * theirs.norm()
 

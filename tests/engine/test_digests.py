@@ -10,7 +10,7 @@ import ranks
 import small_net
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradcomp import telemetry
@@ -22,6 +22,7 @@ TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.comp
 
 @pytest.mark.parametrize("dtype", TYPES)
 @given(n=st.sampled_from([1, 2, 1000, 2**20, 2**20 + 3]), seed=st.integers(0, 99), data=st.data())
+@settings(max_examples=15)
 def test_every_bit_counts(dtype: torch.dtype, n: int, seed: int, data: st.DataObject) -> None:
     weight = torch.empty(n, dtype=dtype)
     raw = weight.view(torch.uint8)

@@ -131,19 +131,18 @@ def test_a_gradient_that_is_not_finite_is_not_compared() -> None:
     assert torch.equal(pair.sums(), before)
 
 
-@pytest.mark.parametrize("size", [30, 1000])
-def test_a_spike_is_forgotten_as_soon_as_adam_forgets_it(size: float) -> None:
+@pytest.mark.parametrize("at, size", [(160, 1000), (161, 30)])
+def test_a_spike_is_forgotten_as_soon_as_adam_forgets_it(at: int, size: float) -> None:
     """In a step that compares, and in the one behind it: after 200 steps all is as before."""
-    for at in (160, 161):
-        pair = Pair(4, shapes={"w": (200,)})
-        for step in range(at + 320):
-            if step == at + 200:
-                pair.mark()
-            grads = noisy(step, [1.0] * 4, pair.shapes)
-            if step == at:
-                grads[3]["w"] *= size
-            pair.step(grads)
-        assert pair.distance() == pytest.approx(1, abs=0.2), at
+    pair = Pair(4, shapes={"w": (200,)})
+    for step in range(at + 320):
+        if step == at + 200:
+            pair.mark()
+        grads = noisy(step, [1.0] * 4, pair.shapes)
+        if step == at:
+            grads[3]["w"] *= size
+        pair.step(grads)
+    assert pair.distance() == pytest.approx(1, abs=0.2)
 
 
 def test_a_factor_that_no_ranks_can_have_is_not_loaded() -> None:

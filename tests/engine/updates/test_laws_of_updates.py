@@ -155,8 +155,12 @@ def test_with_everything_sent_what_the_program_does_between_steps_is_torchs(case
     both[0].ends_as(both[1], 2e-5, 5e-6)
 
 
-@pytest.mark.parametrize("ratio", [0.01, 0.05, 0.2, 0.7, 1.0])
-@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"momentum": 0.0}], ids=["heavy ball", "nesterov", "plain"])
+@in_turn(
+    "ratio, settings",
+    [0.01, 0.05, 0.2, 0.7, 1.0],
+    [{}, {"nesterov": True}, {"momentum": 0.0}],
+    ids=["heavy ball", "nesterov", "plain"],
+)
 def test_the_gain_along_a_constant_gradient_is_1_at_every_ratio(ratio: float, settings: dict[str, Any]) -> None:
     """However little a step sends: after many steps weights have moved as far as by SGD, but for what waits."""
     steps, shapes = 600, {"w": (400,)}
