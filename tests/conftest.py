@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 from devices import DEVICES, HAS_GPU
 
 from gradcomp.native import extension
@@ -111,6 +112,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(extension, "native", request.getfixturevalue("emulator"))
     torch.manual_seed(0)
     yield torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of torch's for trainings that are alone in the test's own process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

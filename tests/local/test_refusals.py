@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def made(model: Any = None, spec: str = "topk", **options: Any) -> gradcomp.local.LocalSteps:
     model = nn.Linear(3, 2) if model is None else model
     return gradcomp.local.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, **options)
@@ -34,7 +26,7 @@ def test_without_ranks_the_remedy_is_named() -> None:
         made()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize(
     "options,said",
     [
@@ -55,13 +47,13 @@ def test_wrong_arguments_are_named(options: dict[str, Any], said: str) -> None:
         made(**options)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_wrapped_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"pass the model inside it, model\.module"):
         made(DistributedDataParallel(nn.Linear(3, 2)))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_model_in_shards_is_refused() -> None:
     model = nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
@@ -69,7 +61,7 @@ def test_a_model_in_shards_is_refused() -> None:
         made(model)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 def test_one_rank_takes_the_outer_step_alone() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)
@@ -82,7 +74,7 @@ def test_one_rank_takes_the_outer_step_alone() -> None:
     torch.testing.assert_close(model.weight.detach(), start - 0.5 * 0.2)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_grad_scaler_steps_it() -> None:
     model = nn.Linear(3, 2, bias=False)
     start, scaler = model.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -92,7 +84,7 @@ def test_a_grad_scaler_steps_it() -> None:
     torch.testing.assert_close(model.weight.detach(), start - 0.1)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_foreign_state_is_refused() -> None:
     local, other = made(), made(nn.Linear(4, 4, bias=False))
     with pytest.raises(ValueError, match="no state of LocalSteps"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,18 +146,10 @@ def test_a_copy_to_the_host_is_noted_on_the_stream_of_its_own_device(monkeypatch
     assert noted == streams[1:]
 
 
-@pytest.fixture
-def network(tmp_path: Path) -> Iterator[TorchNetwork]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield TorchNetwork(dist.group.WORLD, torch.device("cpu"))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("moves_on", [False, True])
 @pytest.mark.parametrize("kind", [Gather, Reduce, Send])
 def test_what_was_received_is_kept_until_the_stream_that_reads_it_has_done_so(
-    device: Device, network: TorchNetwork, kind: type, moves_on: bool, monkeypatch: pytest.MonkeyPatch
+    group_of_one: None, device: Device, kind: type, moves_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is the beginning's, on which it would serve again as soon as the reader lets it go."""
     kept: list[Stream] = []
@@ -167,6 +158,8 @@ def test_what_was_received_is_kept_until_the_stream_that_reads_it_has_done_so(
     payload = wrap(first)
     requests: dict[type, Any] = {Gather: lambda: Gather(payload), Reduce: lambda: Reduce(first, 1.0)}
     requests[Send] = lambda: Send({0: payload}, (0,), payload.form, torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    network = TorchNetwork(dist.group.WORLD, torch.device("cpu"))
     answer = network.start(requests[kind](), "an exchange")
     if moves_on:
         device.current = Stream(5)

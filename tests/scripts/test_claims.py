@@ -29,17 +29,6 @@ def test_the_page_holds_the_table_of_its_results(name: str) -> None:
         assert table in STUDIES_PAGE, f"benchmarks/studies.md needs this table:\n{table}"
 
 
-def test_how_real_ranks_end_beside_simulated_ones() -> None:
-    """On pictures all losses are equal, and scores are not: a real rank has the batch norm of its own batches."""
-    nets = [line for name in ("nets", "large") for line in record(f"confirm-{name}")["lines"]]
-    (text,) = record("confirm-texts")["lines"]
-    apart = max(abs(line["score"] - line["simulated_score"]) for line in nets)
-    assert f"Scores on the pictures differ by up to {apart:.1f} points" in STUDIES_PAGE
-    assert all(line["first_other_loss"] is None for line in nets) and text["first_other_loss"] == 2
-    ends = {f"{text[name]:.2f}" for name in ("score", "simulated_score")}
-    assert ends == {"10.29"} and "both end at 10.29" in STUDIES_PAGE
-
-
 @pytest.mark.parametrize(
     "words,said",
     [

@@ -101,39 +101,6 @@ def test_the_page_of_an_h200_is_that_of_its_records_and_of_the_predictions() -> 
     assert report.markdown(rows) in PAGE, report.markdown(rows)
 
 
-def test_what_the_page_says_of_ways_beside_torchs_hook() -> None:
-    text, by = " ".join(PAGE.split()), {}
-    for gpu in ("h200", "h100"):
-        every = report.read(RESULTS / f"gpt-{gpu}.json")["ways"]
-        first = {way["way"]: way["step_ms"] for way in reversed(every) if (way["optimizer"], way["bucket_mb"]) == ("adamw", 25)}
-        by[gpu] = [first[way] / first["bf16"] for way in ("dense", "topk", "orq")]
-    (dense, topk, orq), before = by["h200"], by["h100"]
-    assert f"`dense` and `topk` take {dense:.2f} and {topk:.2f} times as long as torch's bf16 hook" in text
-    assert (
-        f"had {before[0]:.2f} and {before[1]:.2f}; `orq` as long as it, before {before[2]:.2f}" in text
-        and f"{orq:.2f}" == "1.00"
-    )
-
-
-def test_what_the_page_says_of_its_goals() -> None:
-    large, small = ({line["name"]: share_of(line)[:-2] for line in NEWEST[name]["lines"]} for name in ("", "6m-"))
-    topk, sdagc = (f"accumulate, {case}, momentum" for case in ("take_topk", "moments, take_above"))  # rewritten since
-    steps = f"`topk` 85 % ({large[topk]}) and SDAGC 85 ({large[sdagc]}), in 25 MB 70 ({small[topk]} and {small[sdagc]})"
-    others = [large[case] for case in (cases.ORQ_3, cases.BLOCKS, cases.SKETCH)]
-    said = "{}; ORQ with three levels 75 ({}), `blocks` 75 ({}), `sketch` 40 ({}).".format(steps, *others)
-    assert said in " ".join(PAGE.split()), said
-
-
-def test_what_the_page_says_of_the_search_for_levels() -> None:
-    k, counters = kernel_prediction, report.read(RESULTS / "counters-h100.json")
-    before = [round(launch["us"]) for launch in counters["launches"] if launch["kernel"].startswith("find")][:3]
-    now = [round(kernel.computing * counters["settings"]["size"] * 1e-6) for kernel in (k.FIND_3, k.FIND_5, k.FIND_9)]
-    fewer = {k.COSTS[case].seconds(64_000_000, k.H200) - cost.seconds(64_000_000, k.H200) for case, cost in k.BY_PEAKS.items()}
-    assert {f"{1000 * each:.2f} ms" for each in fewer} == {"0.07 ms"} and "0.07 ms of a step below" in " ".join(PAGE.split())
-    said = "{}, {} and {} us for 16.8 million entries with three, five and nine levels, where the H100 took {}, {} and {}:"
-    assert said.format(*now, *before) in " ".join(PAGE.split())
-
-
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records(gpu: str) -> None:
     rows = [["way", "optimizer", "bucket MB", "step ms", "GPU ms", "own kernels ms", "own launches"]]
@@ -213,7 +180,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         resources.measure("sm_90")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of the kernels is NOT checked")
 def test_no_kernel_needs_more_than_it_is_allowed() -> None:
     uses = resources.measure("sm_90")

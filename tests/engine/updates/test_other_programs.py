@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from replicas import Replica, Replicas
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import SHAPES, draw
 
 import gradcomp
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 ALL = "topk:ratio=1,wire=exact"
 SPEC = "topk:ratio=0.3"
@@ -23,13 +24,6 @@ KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda weights: optim.SGD(weights, 0.05, momentum=0.9),
     "adamw": lambda weights: optim.AdamW(weights, 0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def attached(spec: str | None = ALL) -> tuple[nn.Linear, Any, Any]:
