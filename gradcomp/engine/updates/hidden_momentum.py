@@ -229,15 +229,23 @@ def decay_of(optimizer: torch.optim.Optimizer, group: Group) -> float:
     return float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
 
 
-def floating_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """List the floating-point tensors of an optimizer's state that have a parameter's shape, in the same order on all ranks."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name in sorted(key for key in state if isinstance(key, str)):
-                each = state[name]
-                if isinstance(each, Tensor) and each.is_floating_point() and each.shape == parameter.shape and each.numel():
-                    yield local(each)
+def kept_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """List the tensors that an optimizer keeps in its state and its groups, at any depth, in the same order on all ranks."""
+    groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
+    states = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
+    shared = {key: each for key, each in optimizer.state.items() if isinstance(key, str)}  # of no parameter
+    return [local(each) for each in _tensors([groups, states, shared]) if each.numel()]
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for key in sorted(state, key=str):
+            yield from _tensors(state[key])
+    elif isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _tensors(each)
 
 
 @torch.no_grad()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Reduce
+from gradcomp.core.requests import Gather, Reduce
+from gradcomp.engine.digests import digests
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slot, local
-from gradcomp.engine.updates.hidden_momentum import floating_state
+from gradcomp.engine.updates.hidden_momentum import class_of, kept_tensors
+from gradcomp.engine.updates.steps import warn_user
+from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
-from gradcomp.networks import Connection
+from gradcomp.networks import Answer, Connection
+
+_UNLIKE = (
+    "the ranks' optimizers ({names}) still differ in what they keep after the change to a spec that exchanges gradients: their "
+    "steps would move the ranks' weights apart. Make new optimizers on all ranks"
+)
 
 
 @torch.no_grad()
@@ -32,8 +42,6 @@ def deliver_residuals(
     answers = [network.start(Reduce(each), f"the mean residual of bucket {index}") for index, each in residuals]
     flat = [torch.cat([_gradient(reducer.slots[name]) for name in each.layout.names]) for each in reducer.buckets]
     grads = [network.start(Reduce(each * (scale / size)), f"the mean gradient of bucket {i}") for i, each in enumerate(flat)]
-    states = [each for optimizer in optimizers for each in floating_state(optimizer)]
-    means = [network.start(Reduce(each.float().reshape(-1) / size), f"the mean of state {i}") for i, each in enumerate(states)]
     yield
     for bucket, answer in zip(reducer.buckets, answers, strict=True):
         mean = answer()
@@ -52,10 +60,52 @@ def deliver_residuals(
             grad = None if slot.parameter is None else slot.parameter.grad
             if grad is not None and not grad.is_sparse:
                 local(grad).copy_(slot.shaped(own))
-    for state, answer in zip(states, means, strict=True):
-        mean = answer()
-        assert isinstance(mean, Tensor)
-        state.copy_(mean.view(state.shape))
+    if size > 1:
+        yield from _average_states(optimizers, network)
+
+
+def _average_states(optimizers: Sequence[torch.optim.Optimizer], network: Connection) -> Iterator[None]:
+    """Average all numbers that the ranks' optimizers keep. Warn if they still differ."""
+    kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+    of_groups = [
+        (group, name)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name in sorted(group)
+        if isinstance(group[name], float)
+    ]
+    forms = str([(each.shape, each.dtype) for each in kept] + [name for _, name in of_groups])
+    form = torch.tensor([zlib.crc32(forms.encode())], device=network.device)
+    differ = yield from _differ(form, network, "the form of optimizers' states")
+    if not differ:
+        floats = [each for each in kept if each.is_floating_point()]
+        numbers = torch.tensor([group[name] for group, name in of_groups], dtype=torch.float64, device=network.device)
+        own = [*(each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats), numbers]
+        # Divided after the sum: a count of steps is then one.
+        means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
+        yield
+        for state, answer in zip(floats, means, strict=False):
+            state.copy_(_tensor(answer).div(network.world.size).view(state.shape))
+        for (group, name), mean in zip(of_groups, _tensor(means[-1]).tolist(), strict=True):
+            group[name] = mean / network.world.size
+        every = digests({str(i): each for i, each in enumerate(kept)})
+        differ = yield from _differ(every.to(network.device), network, "a comparison of optimizers' states")
+    if differ:
+        warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
+
+
+def _differ(own: Tensor, network: Connection, name: str) -> Generator[None, None, bool]:
+    """Say whether ranks have other numbers."""
+    answer = network.start(Gather(payloads.wrap(own)), name)
+    yield
+    replies: Any = answer()
+    return any(not torch.equal(each["bytes"], replies[0]["bytes"]) for each in replies)
+
+
+def _tensor(answer: Answer) -> Tensor:
+    mean = answer()
+    assert isinstance(mean, Tensor)
+    return mean
 
 
 def _gradient(slot: Slot) -> Tensor:
