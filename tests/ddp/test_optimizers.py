@@ -246,3 +246,14 @@ def test_a_model_may_be_wrapped_anew(kind: Any, spec: str, remedy: str, unfreeze
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same(training, spec)
+
+
+def test_the_optimizer_of_a_model_that_is_wrapped_anew_has_nothing_to_deliver() -> None:
+    """Its first moments hold the last gradient alone, since its momentum was hidden."""
+    run = Run(torch.optim.Adam, "topk:ratio=0.3").on(range(4))
+    wrap(run, "topk:ratio=0.3")
+    before = [each.detach().clone() for each in run.model.parameters()]
+    for each in run.model.parameters():
+        each.grad = torch.zeros_like(each)
+    run.optimizer.step()
+    assert all(map(torch.equal, before, run.model.parameters()))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.engine.slots import local
 
@@ -71,6 +72,9 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
 # sessions may exchange the layers of one optimizer.
 _hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, str], tuple[Group, Any, Any]]]
 _hidden = weakref.WeakKeyDictionary()
+# Parameters whose first moments hold what a step with a hidden momentum has left. A program may hand them to another optimizer,
+# or wrap the model anew.
+_spent = WeakIdKeyDictionary()
 
 
 class HiddenMomentum:
@@ -105,6 +109,10 @@ class HiddenMomentum:
         trained = [id(each) for each in group["params"] if each.requires_grad]
         return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
 
+    def _parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+        """List the parameters of the groups whose momentum is hidden."""
+        return (each for group in optimizer.param_groups if id(group) in self._groups for each in group["params"])
+
     def of(self, group: Group) -> Momentum:
         """Return the momentum of a group that the residual stands for."""
         if self.rule is None or id(group) not in self._groups:
@@ -117,7 +125,9 @@ class HiddenMomentum:
         optimizer = self._optimizer()
         if self.rule is None or optimizer is None:
             return
-        self._has_hidden = True
+        if not self._has_hidden:
+            self._has_hidden = True
+            _spent.update(dict.fromkeys(self._parameters(optimizer), True))
         if (hidden := _hidden.get(optimizer)) is None:
             hidden = _hidden[optimizer] = {}
         for group in optimizer.param_groups:
@@ -149,9 +159,15 @@ class HiddenMomentum:
                 group[name] = _scheduled(own, hidden, group[name])
 
     def forget(self) -> None:
-        """Forget what is hidden: the optimizer has loaded other settings."""
+        """Forget what is hidden: the optimizer has loaded other settings, and other moments."""
         if (optimizer := self._optimizer()) is not None:
             _hidden.pop(optimizer, None)
+            self._end_spent(optimizer)
+
+    def _end_spent(self, optimizer: torch.optim.Optimizer) -> None:
+        self._has_hidden = False
+        for parameter in self._parameters(optimizer):
+            _spent.pop(parameter, None)
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -174,7 +190,7 @@ class HiddenMomentum:
                     moment.zero_()
                 elif rule.second:
                     state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        self._has_hidden = False
+        self._end_spent(optimizer)
 
     @torch.no_grad()
     def take_undelivered(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -191,7 +207,7 @@ class HiddenMomentum:
             for parameter in [each for each in group["params"] if id(each) in self._own]:
                 state = optimizer.state.get(parameter, {})
                 moment = state.get(rule.buffer)
-                if not isinstance(moment, Tensor) or not 0 < m < 1:
+                if not isinstance(moment, Tensor) or not 0 < m < 1 or parameter in _spent:
                     continue
                 moment = local(moment)
                 step = moment * (group["lr"] * m * (m if momentum.nesterov else 1.0) / (1 - m))

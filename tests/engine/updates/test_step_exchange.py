@@ -85,6 +85,16 @@ def test_an_optimizer_that_replaces_another_keeps_what_waits() -> None:
     assert left > 0.8 * sum(before[name].numel() for name in SHAPES), "5 % are sent, and nothing else changes"
 
 
+@pytest.mark.parametrize("optimizer_of", [partial(AdamW, lr=0.01), partial(optim.NAdam, lr=0.01)])
+def test_an_optimizer_that_takes_anothers_state_goes_on_as_that_one(optimizer_of: Any) -> None:
+    """The moments that it takes are what a step with a hidden momentum left: their effect waits in the residual."""
+    ours, theirs = (Replicas("topk:ratio=0.3", optimizer_of, ranks=2).train(5) for _ in range(2))
+    for rank in ours.ranks:
+        before, rank.optimizers = rank.optimizer, [optimizer_of(rank.weights.values())]
+        rank.optimizer.state.update(before.state)
+    ours.train(3, 5).ends_as(theirs.train(3, 5))
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_parameters_that_replace_others_in_a_group_are_exchanged(whole: bool) -> None:
     """As where a program trains one block after another: by a new list of as many, or by one in another's place."""
