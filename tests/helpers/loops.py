@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -361,4 +362,24 @@ def one_more_often(kind: Any, spec: str | None, **options: Any) -> Run:
     return share_a_model(kind, spec, lambda step: slice(1 + (step % 3 == 0)), **options)
 
 
-TRAININGS = (look_ahead, make_later, add_a_group, both_at_once, by_turns, one_more_often)
+def share_a_layer(kind: Any, spec: str | None, **options: Any) -> Run:
+    """Train two models that share a layer, each in a DDP of its own. One exchanges it, and no warning comes of the other."""
+    run = Run(sgd, spec, given=False, **options)
+    other = nn.Sequential(run.model[0], nn.Tanh(), nn.Linear(run.model[2].in_features, 3))
+    second = Training(DDP, other, spec, inner=kind(other[2].parameters()), given=False)
+    run.optimizer = kind(run.model.parameters())
+
+    def body(run: Run, step: int) -> None:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.loss(step + 50, second.whole).backward()
+        run.optimizer.step()
+        second.optimizer.step()
+        second.optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run.on(body=body)
+
+
+TRAININGS = (look_ahead, make_later, add_a_group, both_at_once, by_turns, one_more_often, share_a_layer)

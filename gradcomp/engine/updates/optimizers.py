@@ -65,8 +65,9 @@ class Optimizers:
     optimizer's state is of gradients before the exchange of updates.
     """
 
-    def __init__(self, slots: Slots):
-        self._slots = slots
+    def __init__(self, slots: Slots, listener: Any):
+        """listener: has this object."""
+        self._slots, self._listener = slots, weakref.ref(listener)
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Trained | None]]
         self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
         self.name_parameters()
@@ -112,7 +113,8 @@ class Optimizers:
         return found
 
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
-        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        elsewhere = steps.exchanged_by_later(self._listener())
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"] if id(p) not in elsewhere}
         if self.names.keys().isdisjoint(group_of):
             return None
         momentum = HiddenMomentum(optimizer, given, self.names, steps.exchanged())

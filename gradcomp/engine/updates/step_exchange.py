@@ -27,7 +27,7 @@ from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGr
 from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of, kept_weights
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
-from gradcomp.engine.updates.steps import give_up_failed, makes_state, warn_user
+from gradcomp.engine.updates.steps import exchanged_by_later, give_up_failed, makes_state, warn_user
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Memory
 
@@ -93,7 +93,7 @@ class StepExchange:
 
     def __init__(self, session: Any):
         self.session = weakref.proxy(session)
-        self.optimizers = Optimizers(session.slots)
+        self.optimizers = Optimizers(session.slots, self)
         self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network, self.optimizers.layers)
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
         self.given_momentum: Momentum | None = None
@@ -330,7 +330,8 @@ class StepExchange:
 
     def _compare(self, count: int) -> None:
         """Warn if the ranks' weights are not equal."""
-        network, weights = self.session.network, self.session.slots.parameters
+        network, elsewhere = self.session.network, exchanged_by_later(self)
+        weights = {name: each for name, each in self.session.slots.parameters.items() if id(each) not in elsewhere}
         own = payloads.wrap(digests(weights, counts=not self.lags))
         replies = network.start(Gather(own), "a comparison of the ranks' weights")()
         found = {network.world.number(rank): reply["bytes"].tolist() for rank, reply in enumerate(replies)}

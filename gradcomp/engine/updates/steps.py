@@ -44,7 +44,13 @@ def listen(listener: Any) -> None:
     _register_once()
     if listener not in _living():
         changes += 1
-        _listeners.append(weakref.ref(listener, _listeners.remove))
+        _listeners.append(weakref.ref(listener, _end))
+
+
+def _end(reference: weakref.ref[Any]) -> None:
+    global changes
+    changes += 1
+    _listeners.remove(reference)
 
 
 def ignore(listener: Any) -> None:
@@ -58,6 +64,17 @@ def ignore(listener: Any) -> None:
 def exchanged() -> set[int]:
     """Return the ids of all parameters whose updates a listener exchanges."""
     return {number for each in _living() if each.session.reducer.on_updates for number in each.exchanged}
+
+
+def exchanged_by_later(listener: Any) -> set[int]:
+    """Return the ids of the parameters that a listener leaves to those that came later: two would delay updates twice.
+
+    So it is where a model is wrapped anew and the old one lives on, or where two models share layers. Under Horovod, each
+    listener has optimizers of its own.
+    """
+    living = [each for each in _living() if not each.session.door.needs_gradients]
+    later = living[living.index(listener) + 1 :] if listener in living else []
+    return {number for each in later if each.session.reducer.on_updates for number in each.exchanged}
 
 
 def in_closure() -> bool:
