@@ -59,7 +59,9 @@ class Resume:
                 yield from session.meeting(follows=False)
                 if delivers:
                     session.updates.forget()
-                    yield from deliver_residuals(old, session.updates.optimizers.latest(), session.network, session.sums)
+                    optimizers = session.updates.optimizers
+                    yield from deliver_residuals(old, (optimizers.alive(), optimizers.latest()), session.network, session.sums)
+                    optimizers.note_averaged()
             except BaseException as error:
                 session.reducer, session.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's

@@ -257,3 +257,29 @@ def test_the_optimizer_of_a_model_that_is_wrapped_anew_has_nothing_to_deliver() 
         each.grad = torch.zeros_like(each)
     run.optimizer.step()
     assert all(map(torch.equal, before, run.model.parameters()))
+
+
+def test_a_model_that_is_wrapped_anew_leaves_its_updates_to_the_new_exchange() -> None:
+    """A notebook, or a list, may keep the old handle."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(sgd, spec).on(range(4))
+        old, run.whole = run.handle, DistributedDataParallel(run.model)
+        if old is not None:
+            run.handle = gradcomp.ddp.attach(run.whole, SPEC)
+            run.handle.load_state_dict(old.state_dict())
+        run.on(range(4, 8))
+        assert old is None or (old.stats()["steps"], run.handle.stats()["steps"]) == (4, 8)
+        return run
+
+    same(training)
+
+
+def test_an_exchange_takes_its_layers_again_when_a_later_one_has_ended() -> None:
+    run = Run(sgd, SPEC)
+    later = gradcomp.ddp.attach(DistributedDataParallel(run.model), SPEC)
+    run.on(range(2))
+    assert (run.handle.stats()["steps"], later.stats()["steps"]) == (0, 2)
+    del later
+    gc.collect()
+    assert run.on(range(2, 4)).handle.stats()["steps"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -204,6 +205,21 @@ def hooks() -> None:
     assert [seen.count(each) for each in ("early", "late", "everywhere")] == [4, 2, 4]
 
 
+def warnings_of_a_state_of_each_rank() -> list[int]:
+    """Count warnings where a model is wrapped anew for an exchange of gradients, before a change to them and after it."""
+    counts = []
+    for kind, change in ((adamw, False), (adamw, True), (sgd, False)):
+        run = made(kind, "topk:ratio=0.05")
+        run.train(2)
+        if change:
+            run.handle.change("dense")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            gradcomp.ddp.attach(DistributedDataParallel(run.model), "blocks")
+        counts.append(sum("AdamW has stepped on each rank's own gradients" in str(each.message) for each in seen))
+    return counts
+
+
 def attached() -> None:
     """Take the first rank's weights and buffers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -228,6 +244,7 @@ def program() -> dict[Any, Any]:
             found[name, kind.__name__] = case(kind, spec)
     hooks()
     attached()
+    found["warnings"] = warnings_of_a_state_of_each_rank()
     return found | {
         "gradients": [*own_gradients(), *own_gradients(gradient_as_bucket_view=True)],
         "climbs": climb(sgd, "topk:ratio=0.05", by_copies=False),
@@ -258,3 +275,8 @@ def test_weights_that_each_rank_changes_by_its_own_gradients_and_back_differ_by_
 def test_between_backward_and_step_gradients_are_those_of_the_rank_alone() -> None:
     for own in outcomes():
         assert len(own["gradients"]) == 2 * 4 * 2 * 8 and all(own["gradients"])
+
+
+def test_an_optimizer_of_each_ranks_own_gradients_is_warned_of_where_gradients_are_exchanged_next() -> None:
+    """Its states differ. SGD has none while its momentum is hidden."""
+    assert outcomes()[0]["warnings"] == [1, 0, 0]

@@ -247,9 +247,10 @@ def decay_of(optimizer: torch.optim.Optimizer, group: Group) -> float:
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """List the tensors that an optimizer keeps in its state and its groups, at any depth, in the same order on all ranks."""
+    kept: dict[Any, Any] = optimizer.state
     groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
-    states = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
-    shared = {key: each for key, each in optimizer.state.items() if isinstance(key, str)}  # of no parameter
+    states = [kept.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
+    shared = {key: each for key, each in kept.items() if isinstance(key, str)}  # of no parameter
     return [local(each) for each in _tensors([groups, states, shared]) if each.numel()]
 
 

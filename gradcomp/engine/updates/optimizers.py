@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slots
 from gradcomp.engine.updates import steps
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, kept_tensors
 from gradcomp.engine.updates.progress import StepRule
 
 _UNFROZEN = (
     "{name!r} of shape {shape} was frozen when gradcomp was set up, so no rank exchanges it. Leave it trainable until then, "
     "and call requires_grad_(False) afterwards, until you train it"
 )
+
+# The optimizers that have stepped on each rank's own gradients, by parameter.
+_apart = WeakIdKeyDictionary()
+
+
+def stepped_apart(parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Name the optimizers of some parameters whose states differ between ranks: updates were exchanged after their steps."""
+    every = {reference() for each in parameters if (reference := _apart.get(each)) is not None}
+    return ", ".join(sorted({class_of(each).__name__ for each in every if each is not None and kept_tensors(each)}))
 
 
 @dataclass(eq=False)
@@ -125,6 +135,7 @@ class Optimizers:
         first, *others = momenta
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
+        _apart.update({self._slots.parameters[name]: weakref.ref(optimizer) for name in momenta})
         found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
         found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
         if before is not None:
@@ -157,12 +168,23 @@ class Optimizers:
         latest = [self._latest[name]() for name in self._sets[0] if name in self._latest]
         return list(dict.fromkeys(each for each in latest if each is not None))
 
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """List all optimizers that train the parameters. Ranks may let go of old ones at different times."""
+        latest = self.latest()
+        others = [each for each, (_, trained) in self._known.items() if trained is not None]
+        return [*latest, *(each for each in others if each not in latest)]
+
     def forget(self) -> None:
         """Look at all optimizers anew: the spec may have changed, or a step has failed."""
         for each in self.every():
             each.momentum.give_back()
             each.has_begun, each.inside = False, 0
         self._look_anew()
+
+    def note_averaged(self) -> None:
+        """Note that the optimizers' states have become equal on all ranks."""
+        for each in self._slots.parameters.values():
+            _apart.pop(each, None)
 
     def note_change(self, *, to_updates: bool) -> None:
         """Note a change of spec, or a loaded state. to_updates: from gradients, so that the moments are of these."""

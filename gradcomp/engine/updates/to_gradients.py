@@ -27,12 +27,12 @@ _UNLIKE = (
 
 @torch.no_grad()
 def deliver_residuals(
-    reducer: Reducer, optimizers: Sequence[torch.optim.Optimizer], network: Connection, sums: bool
+    reducer: Reducer, choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection, sums: bool
 ) -> Iterator[None]:
     """Deliver the mean of all residuals, and average gradients and the optimizers' states, in lock-step with other ranks.
 
-    The ranks can then exchange gradients: their optimizers go on alike, also with gradients that came before. sums: updates and
-    gradients are sums over the ranks, not means.
+    The ranks can then exchange gradients: their optimizers go on alike, also with gradients that came before. choices: of
+    optimizers; the first that all ranks have is taken. sums: updates and gradients are sums over the ranks, not means.
     """
     size = network.world.size
     scale = float(size) if sums else 1.0
@@ -61,45 +61,51 @@ def deliver_residuals(
             if grad is not None and not grad.is_sparse:
                 local(grad).copy_(slot.shaped(own))
     if size > 1:
-        yield from _average_states(optimizers, network)
+        yield from _average_states(choices, network)
 
 
-def _average_states(optimizers: Sequence[torch.optim.Optimizer], network: Connection) -> Iterator[None]:
+def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
     """Average all numbers that the ranks' optimizers keep. Warn if they still differ."""
-    kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
-    of_groups = [
-        (group, name)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name in sorted(group)
-        if isinstance(group[name], float)
-    ]
-    forms = str([(each.shape, each.dtype) for each in kept] + [name for _, name in of_groups])
-    form = torch.tensor([zlib.crc32(forms.encode())], device=network.device)
-    differ = yield from _differ(form, network, "the form of optimizers' states")
+    replies = yield from _gather(torch.tensor([*map(_form, choices)], device=network.device), network, "optimizers' forms")
+    alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in replies), strict=True)]
+    differ = not any(alike)
+    optimizers = choices[-1] if differ else choices[alike.index(True)]
     if not differ:
-        floats = [each for each in kept if each.is_floating_point()]
-        numbers = torch.tensor([group[name] for group, name in of_groups], dtype=torch.float64, device=network.device)
-        own = [*(each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats), numbers]
+        kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+        floats, numbers = [each for each in kept if each.is_floating_point()], _numbers(optimizers)
+        own = [each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats]
+        own.append(torch.tensor([group[name] for group, name in numbers], dtype=torch.float64, device=network.device))
         # Divided after the sum: a count of steps is then one.
         means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
         yield
         for state, answer in zip(floats, means, strict=False):
             state.copy_(_tensor(answer).div(network.world.size).view(state.shape))
-        for (group, name), mean in zip(of_groups, _tensor(means[-1]).tolist(), strict=True):
+        for (group, name), mean in zip(numbers, _tensor(means[-1]).tolist(), strict=True):
             group[name] = mean / network.world.size
         every = digests({str(i): each for i, each in enumerate(kept)})
-        differ = yield from _differ(every.to(network.device), network, "a comparison of optimizers' states")
+        replies = yield from _gather(every.to(network.device), network, "a comparison of optimizers' states")
+        differ = any(not torch.equal(each, replies[0]) for each in replies)
     if differ:
         warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
 
 
-def _differ(own: Tensor, network: Connection, name: str) -> Generator[None, None, bool]:
-    """Say whether ranks have other numbers."""
+def _numbers(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[dict[str, Any], str]]:
+    """List the numbers in the optimizers' groups, by group and name."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [(group, name) for group in groups for name in sorted(group) if isinstance(group[name], float)]
+
+
+def _form(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    kept = [(tuple(each.shape), each.dtype) for optimizer in optimizers for each in kept_tensors(optimizer)]
+    return zlib.crc32(f"{kept} {[name for _, name in _numbers(optimizers)]}".encode())
+
+
+def _gather(own: Tensor, network: Connection, name: str) -> Generator[None, None, list[Tensor]]:
+    """Return the ranks' numbers."""
     answer = network.start(Gather(payloads.wrap(own)), name)
     yield
     replies: Any = answer()
-    return any(not torch.equal(each["bytes"], replies[0]["bytes"]) for each in replies)
+    return [each["bytes"] for each in replies]
 
 
 def _tensor(answer: Answer) -> Tensor:

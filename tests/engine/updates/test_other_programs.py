@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,48 +53,6 @@ def check_ends_as_alone(make: Callable[[Any], optim.Optimizer]) -> None:
 
 def settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-# Models.
-
-
-def test_a_model_that_is_wrapped_anew_leaves_its_updates_to_the_new_exchange() -> None:
-    """A notebook, or a list, may keep the old handle."""
-    model, whole, old = attached()
-    optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    steps = []
-    for step in range(6):
-        if step == 3:
-            whole = DistributedDataParallel(model)
-            new = gradcomp.ddp.attach(whole, ALL)
-            new.load_state_dict(old.state_dict())
-        optimizer.zero_grad()
-        backward(whole)
-        optimizer.step()
-        steps.append(old.stats()["steps"])
-    assert steps == [1, 2, 3, 3, 3, 3] and new.stats()["steps"] == 6
-    alone, whole, _ = attached(None)
-    optimizer = optim.SGD(alone.parameters(), 0.05, momentum=0.9)
-    for _ in range(6):
-        optimizer.zero_grad()
-        backward(whole)
-        optimizer.step()
-    torch.testing.assert_close(model.weight, alone.weight)
-
-
-def test_an_exchange_takes_its_layers_again_when_a_later_one_has_ended() -> None:
-    model, whole, handle = attached("topk:ratio=0.1")
-    later = gradcomp.ddp.attach(DistributedDataParallel(model), "topk:ratio=0.1")
-    optimizer, steps = optim.SGD(model.parameters(), 0.05), []
-    for step in range(4):
-        if step == 2:
-            del later
-            gc.collect()
-        optimizer.zero_grad()
-        backward(whole)
-        optimizer.step()
-        steps.append(handle.stats()["steps"])
-    assert steps == [0, 0, 1, 2]
 
 
 # Layers.
