@@ -74,7 +74,7 @@ _KEEPS_WEIGHTS = (
 # After the first so many exchanges of an optimizer, and then every so many, the ranks compare their weights.
 FIRST_COMPARED, COMPARED_EVERY = (10, 100), 1000
 _APART = (
-    "after {count} steps, {parted}: updates move all ranks alike, so the program moves weights on some ranks only, or by each "
+    "after {count}, {parted}: updates move all ranks alike, so the program moves weights on some ranks only, or by each "
     "rank's own gradients beside the optimizer's steps. Let all ranks make the same changes, or take the spec "
     '"blocks", which exchanges gradients'
 )
@@ -171,7 +171,10 @@ class StepExchange:
             if self._passes == PASSES_BEFORE_WARNING:
                 warn_user(_NO_STEP)
             self._agreement.begin(BACKWARD, 0, session.reducer.steps_done, poison)
-            return self._agreement.end()
+            found = self._agreement.end()
+            if self._passes == FIRST_COMPARED[0] and not session.reducer.steps_done:
+                self._compare(f"{self._passes} backward passes without a step of a torch optimizer")
+            return found
         except BaseException as error:
             session.failed(error)
             raise
@@ -324,11 +327,11 @@ class StepExchange:
             raise
         trained.exchanges += 1
         if size > 1 and (trained.exchanges in FIRST_COMPARED or trained.exchanges % COMPARED_EVERY == 0):
-            self._compare(trained.exchanges)
+            self._compare(f"{trained.exchanges} steps")
         self._passes = 0
         self._stepped.append(weakref.ref(optimizer))
 
-    def _compare(self, count: int) -> None:
+    def _compare(self, count: str) -> None:
         """Warn if the ranks' weights are not equal."""
         network, elsewhere = self.session.network, exchanged_by_later(self)
         weights = {name: each for name, each in self.session.slots.parameters.items() if id(each) not in elsewhere}

@@ -185,6 +185,19 @@ def test_after_a_change_to_gradients_all_optimizers_have_one_state(optimizer_of:
     ours.train(4, 12)
 
 
+def test_after_a_change_to_gradients_optimizers_of_the_same_layers_step_in_turn() -> None:
+    def by_turns(rank: Replica, at: int) -> None:
+        rank.step(rank.optimizers[at % 2])
+
+    ours = Replicas("topk:ratio=0.1", lambda weights: [AdamW([*weights], lr=0.01), optim.Adagrad([*weights], lr=0.01)], ranks=2)
+    for at in range(8):
+        if at == 4:
+            ours.change("dense")
+        ours.exchange(draw(at, SHAPES, 2))
+        ours.each(partial(by_turns, at=at))
+        ours.check_equal()
+
+
 def test_a_change_to_gradients_warns_of_states_that_cannot_be_averaged() -> None:
     ours = Replicas("topk:ratio=0.1", AdamW, ranks=2).train(3)
     ours.ranks[1].optimizer.state[ours.ranks[1].weights["0.bias"]]["rounded"] = torch.ones(3, dtype=torch.uint8)
@@ -243,6 +256,16 @@ def test_a_program_whose_weights_no_optimizer_moves_is_warned() -> None:
         ours.exchange(grads)
     with pytest.warns(UserWarning, match="no torch optimizer has stepped"):
         ours.exchange(grads)
+
+
+def test_a_program_that_moves_weights_by_each_ranks_own_gradients_is_warned_soon() -> None:
+    """As a wrapper with float32 weights of its own does, whose inner optimizer trains these."""
+    ours = Replicas("topk", plain, {"w": (4,)}, 2)
+    with pytest.warns(UserWarning, match="after 10 backward passes without a step.*rank 1 has other weights of 'w'"):
+        for step in range(FIRST_COMPARED[0]):
+            ours.exchange(draw(step, {"w": (4,)}, 2))
+            for rank in ours.ranks:
+                rank.weights["w"].data.sub_(rank.weights["w"].grad, alpha=0.1)  # type: ignore[arg-type]
 
 
 class Searches(SGD):
