@@ -106,7 +106,7 @@ class Optimizers:
         """Find an optimizer. Return None if it trains none of the parameters. given: the spec's momentum."""
         seen = (steps.changes, *[each for group in optimizer.param_groups for each in (id(group), *map(id, group["params"]))])
         known = self._known.get(optimizer)
-        if known is None or known[0] != seen:
+        if known is None or (known[0] != seen and not (known[1] is not None and known[1].has_begun)):
             found = self._look_at(optimizer, given, None if known is None else known[1])
             if found is not None and known is not None and known[0]:
                 new = {*seen} - {*known[0], *self.names, *steps.exchanged()}

@@ -44,10 +44,12 @@ def listen(listener: Any) -> None:
     _register_once()
     if listener not in _living():
         changes += 1
-        _listeners.append(weakref.ref(listener, _end))
+        shares = any(number in listener.exchanged for number in exchanged())
+        _listeners.append(weakref.ref(listener, _end if shares else _listeners.remove))
 
 
 def _end(reference: weakref.ref[Any]) -> None:
+    """Let earlier listeners take the layers again that they have left to this one."""
     global changes
     changes += 1
     _listeners.remove(reference)

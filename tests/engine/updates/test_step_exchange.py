@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
 
 from gradcomp.engine import reducer
+from gradcomp.engine.updates import steps
 from gradcomp.engine.updates.step_exchange import FIRST_COMPARED, PASSES_BEFORE_WARNING
 
 ALL = "topk:ratio=1,wire=exact"
@@ -131,6 +132,18 @@ def test_the_innermost_step_exchanges_and_no_other() -> None:
         theirs.train(1, step)
     ours.ends_as(theirs)
     assert ours.ranks[0].session.reducer.steps_done == 6
+
+
+def test_a_step_goes_on_when_another_session_ends_in_its_midst(monkeypatch: Any) -> None:
+    """As when the collector of garbage runs there: an inner step of the same optimizer is still one."""
+    ours = Replicas(ALL, sgd, ranks=1).train(2)
+    (rank,) = ours.ranks
+    ours.exchange(draw(2))
+    rank.begin(rank.optimizer)
+    monkeypatch.setattr(steps, "changes", steps.changes + 1)
+    rank.step()
+    rank.session.updates.after(rank.optimizer)
+    assert rank.session.updates.in_step == 0 and rank.session.reducer.steps_done == 3
 
 
 @pytest.mark.parametrize("after", ["dense", "half", "blocks"])
