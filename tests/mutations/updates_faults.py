@@ -88,8 +88,8 @@ UPDATES_FAULTS: Table = {
         },
         ("test_step_exchange.py", "test_random_programs.py"): {
             "a change to gradients leaves every rank the state of its own optimizer": (
-                "        state.copy_(mean.view(state.shape))\n",
-                "        mean.view(state.shape)\n",
+                "            state.copy_(_tensor(answer).div(network.world.size).view(state.shape))\n",
+                "            _tensor(answer)\n",
             ),
         },
         ("test_laws_of_updates.py", "test_frozen.py"): {
@@ -119,7 +119,7 @@ UPDATES_FAULTS: Table = {
                 "",
             ),
             "the moments of gradients in between are lost in the next change to updates": (
-                "        self._has_hidden = False\n\n    @torch",
+                "        self._end_spent(optimizer)\n\n    @torch",
                 "\n    @torch",
             ),
             "a change before a step leaves every rank its own gradients": (

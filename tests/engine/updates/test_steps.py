@@ -14,7 +14,7 @@ from gradcomp.engine.updates.steps import ignore, listen
 class Noted:
     """A listener. takes_part: in all steps."""
 
-    reducer = SimpleNamespace(on_updates=False)
+    session, exchanged = SimpleNamespace(reducer=SimpleNamespace(on_updates=False)), ()
 
     def __init__(self, into: list[Any], takes_part: bool = False):
         self._into, self.takes_part = into, takes_part
