@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from gradcomp.engine.updates.hidden_momentum import class_of, kept_tensors
 from gradcomp.engine.updates.steps import warn_user
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
-from gradcomp.networks import Answer, Connection
+from gradcomp.networks import Connection
 
 _UNLIKE = (
     "the ranks' optimizers ({names}) still differ in what they keep after the change to a spec that exchanges gradients: their "
@@ -74,14 +75,19 @@ def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network:
         kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
         floats, numbers = [each for each in kept if each.is_floating_point()], _numbers(optimizers)
         own = [each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats]
-        own.append(torch.tensor([group[name] for group, name in numbers], dtype=torch.float64, device=network.device))
         # Divided after the sum: a count of steps is then one.
         means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
         yield
-        for state, answer in zip(floats, means, strict=False):
-            state.copy_(_tensor(answer).div(network.world.size).view(state.shape))
-        for (group, name), mean in zip(numbers, _tensor(means[-1]).tolist(), strict=True):
-            group[name] = mean / network.world.size
+        for state, answer in zip(floats, means, strict=True):
+            mean = answer()
+            assert isinstance(mean, Tensor)
+            state.copy_(mean.div(network.world.size).view(state.shape))
+        # One more than there are, since there may be none.
+        own_numbers = torch.tensor([*(group[name] for group, name in numbers), 0.0], dtype=torch.float64, device=network.device)
+        replies = yield from _gather(own_numbers, network, "numbers of optimizers")
+        for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in replies), strict=True):
+            if len({*values}) > 1:  # the mean of equal ones may be rounded
+                group[name] = fmean(values)
         every = digests({str(i): each for i, each in enumerate(kept)})
         replies = yield from _gather(every.to(network.device), network, "a comparison of optimizers' states")
         differ = any(not torch.equal(each, replies[0]) for each in replies)
@@ -106,12 +112,6 @@ def _gather(own: Tensor, network: Connection, name: str) -> Generator[None, None
     yield
     replies: Any = answer()
     return [each["bytes"] for each in replies]
-
-
-def _tensor(answer: Answer) -> Tensor:
-    mean = answer()
-    assert isinstance(mean, Tensor)
-    return mean
 
 
 def _gradient(slot: Slot) -> Tensor:

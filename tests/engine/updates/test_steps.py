@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from gradcomp.engine.phases import Door
 from gradcomp.engine.updates.steps import ignore, listen
 
 
 class Noted:
     """A listener. takes_part: in all steps."""
 
-    session, exchanged = SimpleNamespace(reducer=SimpleNamespace(on_updates=False)), ()
+    session, exchanged = SimpleNamespace(reducer=SimpleNamespace(on_updates=False), door=Door()), ()
 
     def __init__(self, into: list[Any], takes_part: bool = False):
         self._into, self.takes_part = into, takes_part
