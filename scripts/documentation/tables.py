@@ -108,13 +108,9 @@ OF_PROGRAMS = {"": "without gradcomp", "dense": "`dense`", EXACT: "all entries, 
 
 
 def loops() -> Rows:
-    """Write a row for each loop under DDP: the scores of DDP alone and of each spec, by SGD and by AdamW.
-
-    Later records are of single loops, trained anew.
-    """
-    by_key: dict[tuple[str, str, str], Any] = {}
-    for record in (RESULTS / "loops-ddp.json", *sorted(RESULTS.glob("loops-ddp-*.json"))):
-        by_key |= {(name, kind, spec): line for line in read(record)["cells"] for name, _, kind, spec in [line["key"]]}
+    """Write a row for each loop under DDP: the scores of DDP alone and of each spec, by SGD and by AdamW."""
+    lines = read(RESULTS / "loops-ddp.json")["cells"]
+    by_key = {(name, kind, spec): line for line in lines for name, _, kind, spec in [line["key"]]}
     rows = [["loop", "alone", *(f"`{spec}`" for spec in LOOP_SPECS)]]
     for name in dict.fromkeys(name for name, _, _ in by_key):
         kinds = [kind for kind in KINDS if (name, kind, LOOP_SPECS[0]) in by_key]
