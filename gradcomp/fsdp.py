@@ -187,8 +187,8 @@ class _Handle(Handle):
     def state_dict(self) -> dict[str, Any]:
         """Copy what stays from step to step: DTensors on the parameters' mesh. All ranks call it.
 
-        Residuals of replicas are saved as their mean, so that any number of shards and replicas can load them. A compressor's
-        own state, such as a threshold, is not saved.
+        Residuals of replicas, and the steps that their entries have waited, are saved as their means, so that any number of
+        shards and replicas can load them. A compressor's own state, such as a threshold, is not saved.
 
         Returns:
             The state, for torch.distributed.checkpoint.save() or load().
@@ -205,8 +205,10 @@ class _Handle(Handle):
         parameters, state = session.slots.parameters, {"spec": session.spec, "steps": session.reducer.steps_done}
         if not session.reducer.on_updates:
             return state
-        means = _means(session)
-        return {**state, "residual": {name: _like(parameters[name], each) for name, each in means.items()}}
+        residuals = _means(session, "residual", session.resume.residual())
+        ages = {name: each.round().byte() for name, each in _means(session, "age", session.resume.ages()).items()}
+        parts = {"residual": residuals, "ages": ages}
+        return {**state, **{of: {n: _like(parameters[n], each) for n, each in part.items()} for of, part in parts.items()}}
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state, with the same spec and model, on any mesh. All ranks call it, between two steps.
@@ -224,12 +226,12 @@ class _Handle(Handle):
         """
         resume = self._session.resume
         with resume.refusing_together() as facts, reading():
-            residuals, steps = self._checked(state)
+            residuals, ages, steps = self._checked(state)
             facts.append(f"step {steps}")
-        resume.load_residuals(residuals, steps)
+        resume.load_residuals(residuals, ages, steps)
 
-    def _checked(self, state: Any) -> tuple[dict[str, Tensor], int]:
-        """Return the residuals of this rank's shards in a state, and its steps. Refuse one that does not fit."""
+    def _checked(self, state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+        """Return the residuals and ages of this rank's shards in a state, and its steps. Refuse one that does not fit."""
         session = self._session
         for key in ("spec", "steps"):
             if not isinstance(state, Mapping) or key not in state:
@@ -238,28 +240,32 @@ class _Handle(Handle):
             theirs = theirs if isinstance(theirs, str) else type(theirs).__name__
             raise ValueError(_OTHER_SPEC.format(theirs=theirs, spec=session.spec))
         names = session.slots.parameters.keys() if session.reducer.on_updates else ()
-        table = read_table(state, "residual") if "residual" in state else {}
-        for name in names ^ table.keys():
-            if name in table or local(session.slots.parameters[name]).numel():  # an older version left out what has no entry
-                raise ValueError(_OTHER_LAYERS.format(name=name, where="model" if name in names else "state"))
-        for name, part in table.items():
-            parameter = session.slots.parameters[name]
-            fits = hasattr(part, "to_local") and part.shape == parameter.shape and local(part).shape == local(parameter).shape
-            if not fits or not bool(local(part).isfinite().all()):
-                raise ValueError(_DAMAGED.format(name=name))
-        return {name: local(part) for name, part in table.items()}, read_int(state, "steps")
+        tables = [read_table(state, of) if of in state else {} for of in ("residual", "ages")]
+        for table, known in zip(tables, (names, session.resume.ages().keys() if tables[1] else ()), strict=True):
+            for name in known ^ table.keys():
+                if (
+                    name in table or local(session.slots.parameters[name]).numel()
+                ):  # an older version left out what has no entry
+                    raise ValueError(_OTHER_LAYERS.format(name=name, where="model" if name in known else "state"))
+            for name, part in table.items():
+                own, form = session.slots.parameters[name], torch.float32 if table is tables[0] else torch.uint8
+                fits = hasattr(part, "to_local") and part.shape == own.shape and local(part).shape == local(own).shape
+                if not fits or local(part).dtype != form or not bool(local(part).isfinite().all()):
+                    raise ValueError(_DAMAGED.format(name=name))
+        residuals, ages = ({name: local(part) for name, part in table.items()} for table in tables)
+        return residuals, ages, read_int(state, "steps")
 
 
-def _means(session: Session) -> dict[str, Tensor]:
-    """Return the means over replicas of the residuals, by name, in the shards' shapes. All ranks call it."""
-    size, residuals = session.network.world.size, session.resume.residual()
+def _means(session: Session, what: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the means over replicas, by name, in the shards' shapes. All ranks call it."""
+    size = session.network.world.size
     answers = {
-        name: session.network.start(Reduce(each.reshape(-1) / size), f"the mean residual of {name!r}")
-        for name, each in residuals.items()
+        name: session.network.start(Reduce(each.reshape(-1) / size), f"the mean {what} of {name!r}")
+        for name, each in own.items()
         if each.numel()
     }
     means: dict[str, Any] = {name: answer() for name, answer in answers.items()}
-    return {name: means[name].view(each.shape) if name in means else each for name, each in residuals.items()}
+    return {name: means[name].view(each.shape) if name in means else each for name, each in own.items()}
 
 
 def _like(parameter: Any, local: Tensor) -> DTensor:

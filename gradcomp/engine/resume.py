@@ -75,6 +75,15 @@ class Resume:
         """Copy this rank's residual, by name, in the parameters' shapes."""
         return state.residuals(self._session.reducer, self._session.slots)
 
+    def ages(self) -> dict[str, Tensor]:
+        """Copy the ages of the residual's entries as floats, like residual(), of layers of which some entries are sent."""
+        found: dict[str, Tensor] = {}
+        for bucket in self._session.reducer.buckets:
+            if (progress := bucket.progress) is not None and progress.selects:
+                ages = 255.0 * progress.residual.ne(0) if progress.ages is None else progress.ages.float()
+                found |= bucket.layout.views(ages)
+        return {slot.name: slot.shaped(found[slot.name]) for slot in self._session.slots.slots if slot.name in found}
+
     def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
         """Copy this rank's share of a state."""
         session = self._session
@@ -138,17 +147,20 @@ class Resume:
             with session.noting_failure():
                 yield from session.meeting()
 
-    def load_residuals(self, residuals: Mapping[str, Tensor], steps: int) -> None:
-        """Continue with these residuals, by name and in the parameters' shapes. A compressor's own state begins anew."""
+    def load_residuals(self, residuals: Mapping[str, Tensor], ages: Mapping[str, Tensor], steps: int) -> None:
+        """Continue with these residuals and ages, by name, in the parameters' shapes. A compressor's own state begins anew."""
         session = self._session
         give_up_failed()
         reducer = session.make_reducer(session.compressor)
         for name, view in state.residual_views(reducer).items():
-            slot = reducer.slots[name]
-            view.copy_(slot.flat(residuals[name]))
+            view.copy_(reducer.slots[name].flat(residuals[name]))
         reducer.steps_done = steps
         for bucket in reducer.buckets:
             bucket.steps = steps
+            if ages and bucket.progress is not None and bucket.progress.selects:
+                bucket.progress.make_ages()
+                for name, view in bucket.layout.views(bucket.progress.ages).items():
+                    view.copy_(reducer.slots[name].flat(ages[name]))
         session.restore(lambda: None, reducer, session.compressor)
 
     # Commits: copies of the state in main memory, as elastic jobs make them.

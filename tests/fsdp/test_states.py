@@ -108,6 +108,7 @@ def refusals(handle: Any) -> dict[str, str]:
         "layer too many": {**good, "residual": {**residual, "other": residual[first]}},
         "no DTensor": {**good, "residual": {**residual, first: residual[first].full_tensor()}},
         "other shape": {**good, "residual": {**residual, first: residual[second]}},
+        "ages of another type": {**good, "ages": residual},
         "not finite": {**good, "residual": {**residual, first: residual[first] * float("nan")}},
     }
     found = {}
@@ -135,6 +136,28 @@ def test_a_state_is_loaded_on_another_mesh() -> None:
             assert most < 1e-7 and steps == 3 and law < 1e-4
 
 
+def resumed() -> list[Tensor]:
+    """Train with a momentum that waits in the residual, without and with a load of the handle's own state."""
+    join()
+    found = []
+    for loads in (False, True):
+        model = wrapped("two by two", net())
+        handle = gradcomp.fsdp.attach(model, "topk:ratio=1,wire=exact")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        for step in range(6):
+            if loads and step == 3:
+                handle.load_state_dict(handle.state_dict())
+            backward(model, step)
+            optimizer.step()
+        found.append(torch.cat([each.full_tensor().detach().flatten() for each in model.parameters()]))
+    return found
+
+
+def test_a_momentum_in_a_loaded_residual_is_delivered_step_by_step() -> None:
+    for kept, loaded in launch(resumed, RANKS):
+        torch.testing.assert_close(loaded, kept, rtol=1e-5, atol=1e-5)
+
+
 WORDS = {
     "no dict": "no state of gradcomp.fsdp",
     "no spec": "no 'spec'",
@@ -145,6 +168,7 @@ WORDS = {
     "layer too many": "only the state has 'other'",
     "no DTensor": "no finite DTensor",
     "other shape": "no finite DTensor",
+    "ages of another type": "no finite DTensor",
     "not finite": "no finite DTensor",
 }
 
