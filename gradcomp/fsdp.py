@@ -241,14 +241,15 @@ class _Handle(Handle):
             raise ValueError(_OTHER_SPEC.format(theirs=theirs, spec=session.spec))
         names = session.slots.parameters.keys() if session.reducer.on_updates else ()
         tables = [read_table(state, of) if of in state else {} for of in ("residual", "ages")]
-        for table, known in zip(tables, (names, session.resume.ages().keys() if tables[1] else ()), strict=True):
+        forms = ((names, torch.float32), (session.resume.ages().keys() if tables[1] else (), torch.uint8))
+        for table, (known, form) in zip(tables, forms, strict=True):
             for name in known ^ table.keys():
                 if (
                     name in table or local(session.slots.parameters[name]).numel()
                 ):  # an older version left out what has no entry
                     raise ValueError(_OTHER_LAYERS.format(name=name, where="model" if name in known else "state"))
             for name, part in table.items():
-                own, form = session.slots.parameters[name], torch.float32 if table is tables[0] else torch.uint8
+                own = session.slots.parameters[name]
                 fits = hasattr(part, "to_local") and part.shape == own.shape and local(part).shape == local(own).shape
                 if not fits or local(part).dtype != form or not bool(local(part).isfinite().all()):
                     raise ValueError(_DAMAGED.format(name=name))
