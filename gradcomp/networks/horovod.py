@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import socket
@@ -25,6 +26,9 @@ from gradcomp.networks.waits import MEETING, Wait, failure_sentence
 SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6
 # Seconds of an operation under way after which it is a wait for other ranks.
 PATIENCE = 0.1
+# Horovod's own limit of a wait, off by default. Version 0.28.1 over gloo did not keep to it in a trial.
+_LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_NO_ANSWER = f"no answer from the other ranks within the {{seconds:.0f}} s of {_LIMIT}, in {{place}}"
 # The types of gradients that Horovod adds up.
 SUMMED = {torch.float16, torch.float32, torch.float64}
 
@@ -126,15 +130,18 @@ class HorovodNetwork:
     def _result(self, handle: Any, place: str, on_gpu: bool) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE_OF_GPU if on_gpu else LONGEST_PAUSE
-        wait, began = None, time.monotonic()
+        wait, limit, began = None, math.inf, time.monotonic()
         try:
             while not hvd.poll(handle):
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 if wait is not None:
                     wait.look()
+                    if time.monotonic() > began + limit:
+                        raise ValueError(_NO_ANSWER.format(seconds=limit, place=place))
                 elif time.monotonic() > began + PATIENCE:
-                    wait = Wait(self.world.rank, place)
+                    limit = float(os.environ.get(_LIMIT) or 0) or math.inf
+                    wait = Wait(self.world.rank, place, limit)
             result = hvd.synchronize(handle)
         except (HorovodInternalError, ValueError) as error:
             raise exchange_failure(error) from error

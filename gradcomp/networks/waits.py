@@ -1,6 +1,6 @@
 """Waits for other ranks: a rank that waits long logs the exchange that it waits in, and the missing ranks if they are known.
 
-A wait ends by the timeout of torch's process group, or as Horovod ends it.
+A wait ends by the timeout of torch's process group, or by Horovod's limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Wait:
 
     def __init__(self, rank: int, place: str, timeout: float = math.inf, waited: float = 0.0):
         self._rank, self._place = rank, place
-        self._end = "" if timeout == math.inf else f". The process group's timeout ends this wait after {timeout:.0f} s"
+        self._end = "" if timeout == math.inf else f". The timeout ends this wait after {timeout:.0f} s"
         self._began = time.monotonic() - waited
         self._speak_after = SPEAK_AFTER
 

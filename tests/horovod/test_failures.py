@@ -86,7 +86,16 @@ def leaves_out(run: Training) -> dict[str, Any]:
         return {"said": small_net.refused(run.optimizer.step if hvd.rank() == 0 else train)}
 
 
-CASES = {"caught": caught, "joins": joins, "dies": dies, "leaves_out": leaves_out}
+def sleeps(run: Training) -> dict[str, Any]:
+    """Rank 1 lives, and takes no step for longer than Horovod's limit."""
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
+    if hvd.rank() == 1:
+        time.sleep(5)
+        return {"said": ""}
+    return {"said": small_net.refused(lambda: run.train(1))}
+
+
+CASES = {"caught": caught, "joins": joins, "dies": dies, "leaves_out": leaves_out, "sleeps": sleeps}
 
 
 def program(case: str, door: str, spec: str) -> None:
@@ -138,6 +147,13 @@ def test_a_rank_that_leaves_out_a_step_is_named_on_all(door: str) -> None:
     """Also where Horovod itself would wait for ever for the gradients of the next pass."""
     for rank in found("leaves_out", door):
         assert "the ranks have parted: rank 0 is in step 4 and rank 1 is in a backward pass after 3 exchanges" in rank["said"]
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.01", "blocks"])
+def test_a_wait_ends_by_horovods_limit(spec: str) -> None:
+    first, _ = found("sleeps", OWN, spec)
+    assert "no answer from the other ranks within the 2 s of HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in first["said"], first
+    assert first["said"].startswith("HorovodInternalError: ") and first["seconds"] < 5
 
 
 @pytest.mark.parametrize("door, spec", [(COMPRESSION, "topk:ratio=0.01"), (OWN, "topk:ratio=0.01"), (COMPRESSION, "dense")])

@@ -70,7 +70,7 @@ def test_a_wait_in_a_meeting_names_the_likeliest_cause_first_and_its_end(
     clock(10.0)
     wait.look([1])
     causes = "rank 1, which may not have called gradcomp as this rank did, may have ended, or may be computing"
-    assert caplog.records[0].message.endswith(f"{causes}. The process group's timeout ends this wait after 1800 s")
+    assert caplog.records[0].message.endswith(f"{causes}. The timeout ends this wait after 1800 s")
     assert "in attach()" in caplog.records[0].message
 
 
