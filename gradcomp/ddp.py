@@ -36,7 +36,8 @@ _UNKNOWN = (
 # The warning for a model that has been copied, since DDP copies its hooks and not the exchange.
 _COPIED = (
     "this DistributedDataParallel model was copied, or loaded from a file, after attach(): it exchanges gradients whole. To "
-    "compress them, call gradcomp.ddp.attach() on it"
+    "compress them, call gradcomp.ddp.attach() on it. With update specs, a copied optimizer has another state on each rank "
+    'and moves the weights apart: call change("dense") before the copy, or make a new one'
 )
 
 _APART = (

@@ -49,8 +49,9 @@ class Fragment:
         self._progress = [(self.starts[name].to(each.dtype).float() - each).reshape(-1) for name, each in self.weights.items()]
         for start, moves in zip(self.starts.values(), moved, strict=True):
             start.requires_grad_(moves)
-        self.session.gradients.begin()
-        self.session.gradients.ready_all(self.session.slots.slots, self._progress)
+        with self.session.noting_failure():
+            self.session.gradients.begin()
+            self.session.gradients.ready_all(self.session.slots.slots, self._progress)
 
     @torch.no_grad()
     def end(self, moved: Sequence[bool]) -> bool:
@@ -59,14 +60,15 @@ class Fragment:
         The weights go to the start, plus the inner steps that came in the meantime. moved: the layers that any rank has moved;
         the outer step leaves the others alone.
         """
-        self.session.gradients.finish()
-        succeeded = all(bool(each.isfinite().all()) for each in self._progress)  # which are the means now
-        if succeeded:
-            for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):
-                start.grad = mean.view(start.shape) if moves else None
-            self._outer.step()
-            self._outer.zero_grad()
-            self._move(self._sent_at)
+        with self.session.noting_failure():  # also of an error in the outer step: another rank's start may have moved
+            self.session.gradients.finish()
+            succeeded = all(bool(each.isfinite().all()) for each in self._progress)  # which are the means now
+            if succeeded:
+                for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):
+                    start.grad = mean.view(start.shape) if moves else None
+                self._outer.step()
+                self._outer.zero_grad()
+                self._move(self._sent_at)
         self._progress, self._sent_at = [], []
         return succeeded
 

@@ -140,3 +140,31 @@ def test_the_states_of_two_ranks_serve_three() -> None:
         found, [*(state["fragments"][0]["weights"] for state in states), states[0]["fragments"][0]["starts"]], strict=True
     ):
         assert weights == pytest.approx(own["weight"].flatten()[:3].tolist(), abs=1e-6)
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("part", ["_outer.step", "_move", "session.gradients.begin"])
+def test_after_a_synchronization_that_failed_further_ones_are_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that caught the error would go on from another start than the others, which may have moved theirs."""
+    local = made(every=2)
+    *way, name = part.split(".")
+    owner: Any = local._fragments[0]
+    for each in way:
+        owner = getattr(owner, each)
+
+    def fail(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        for group in local.param_groups:
+            for each in group["params"]:
+                each.grad = torch.ones_like(each)
+        local.step()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, fail)
+        for _ in range(2):
+            step()
+    with pytest.raises(RuntimeError, match=r"refuses further steps on this rank, since a step failed .*KeyboardInterrupt"):
+        for _ in range(2):
+            step()

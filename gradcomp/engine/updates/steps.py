@@ -156,13 +156,13 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for i in reversed(range(len(_under_way))):
-        if _under_way[i][0]() is optimizer:
-            del _under_way[i:]
-            break
     for reference in [*_listeners]:
         if (each := reference()) is not None:
             each.after(optimizer)
+    for i in reversed(range(len(_under_way))):  # a step whose exchange did not begin was one that failed
+        if _under_way[i][0]() is optimizer:
+            del _under_way[i:]
+            break
 
 
 def _show(optimizer: torch.optim.Optimizer) -> None:

@@ -247,6 +247,30 @@ def failing(optimizer: optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> None
         optimizer.step()
 
 
+def test_an_interrupt_before_the_exchange_fails_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later steps are no part of it, and exchange."""
+    model, whole, handle = attached()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = model.weight.detach().clone()
+    backward(whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(handle._session.updates.optimizers, "known", raising(KeyboardInterrupt()))
+        optimizer.step()
+    backward(whole)
+    assert torch.equal(model.weight, before)
+    for _ in range(2):
+        optimizer.step()
+        backward(whole)
+    assert handle.stats()["steps"] == 2
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*arguments: Any) -> None:
+        raise error
+
+    return call
+
+
 @pytest.mark.parametrize("then", ["state_dict", "forward"])
 def test_a_step_that_fails_is_undone_and_a_schedule_goes_on(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, whole, _ = attached()
