@@ -172,7 +172,7 @@ class StepExchange:
                 warn_user(_NO_STEP)
             self._agreement.begin(BACKWARD, 0, session.reducer.steps_done, poison)
             found = self._agreement.end()
-            if self._passes == FIRST_COMPARED[0] and not session.reducer.steps_done:
+            if self._passes in FIRST_COMPARED and not session.reducer.steps_done:
                 self._compare(f"{self._passes} backward passes without a step of a torch optimizer")
             return found
         except BaseException as error:
