@@ -241,7 +241,7 @@ class _Handle(Handle):
             raise ValueError(_OTHER_SPEC.format(theirs=theirs, spec=session.spec))
         names = session.slots.parameters.keys() if session.reducer.on_updates else ()
         tables = [read_table(state, of) if of in state else {} for of in ("residual", "ages")]
-        forms = ((names, torch.float32), (session.resume.ages().keys() if tables[1] else (), torch.uint8))
+        forms = ((names, torch.float32), (names if tables[1] else (), torch.uint8))
         for table, (known, form) in zip(tables, forms, strict=True):
             for name in known ^ table.keys():
                 if (

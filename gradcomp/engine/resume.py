@@ -76,13 +76,14 @@ class Resume:
         return state.residuals(self._session.reducer, self._session.slots)
 
     def ages(self) -> dict[str, Tensor]:
-        """Copy the ages of the residual's entries as floats, like residual(), of layers of which some entries are sent."""
-        found: dict[str, Tensor] = {}
+        """Copy the ages of the residual's entries as floats, like residual(). They are zeros where none waits for others."""
+        slots = self._session.slots.slots
+        found = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in slots}
         for bucket in self._session.reducer.buckets:
             if (progress := bucket.progress) is not None and progress.selects:
                 ages = 255.0 * progress.residual.ne(0) if progress.ages is None else progress.ages.float()
                 found |= bucket.layout.views(ages)
-        return {slot.name: slot.shaped(found[slot.name]) for slot in self._session.slots.slots if slot.name in found}
+        return {slot.name: slot.shaped(found[slot.name]) for slot in slots}
 
     def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
         """Copy this rank's share of a state."""
