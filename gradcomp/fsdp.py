@@ -244,9 +244,8 @@ class _Handle(Handle):
         forms = ((names, torch.float32), (names if tables[1] else (), torch.uint8))
         for table, (known, form) in zip(tables, forms, strict=True):
             for name in known ^ table.keys():
-                if (
-                    name in table or local(session.slots.parameters[name]).numel()
-                ):  # an older version left out what has no entry
+                # An older version left out what has no entry.
+                if name in table or local(session.slots.parameters[name]).numel():
                     raise ValueError(_OTHER_LAYERS.format(name=name, where="model" if name in known else "state"))
             for name, part in table.items():
                 own = session.slots.parameters[name]

@@ -81,8 +81,7 @@ class Resume:
         found = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in slots}
         for bucket in self._session.reducer.buckets:
             if (progress := bucket.progress) is not None and progress.selects:
-                ages = 255.0 * progress.residual.ne(0) if progress.ages is None else progress.ages.float()
-                found |= bucket.layout.views(ages)
+                found |= bucket.layout.views(progress.known_ages().float())
         return {slot.name: slot.shaped(found[slot.name]) for slot in slots}
 
     def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:

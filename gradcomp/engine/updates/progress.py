@@ -187,7 +187,7 @@ class Progress:
         if self._shares[0] != momentum:
             self._make_shares(momentum)
         if self.ages is None and self.selects and momentum.value:
-            self.ages = self.residual.ne(0).to(torch.uint8) * 255  # what waits already has waited for long
+            self.ages = self.known_ages()
         shares = self._shares[1]
         if self.skipped is not None:  # 1 where the optimizer has skipped its step: a GPU is not asked
             shares = shares * (1 - self.skipped.reshape(-1)[:1].to(shares.device, non_blocking=True))
@@ -239,6 +239,10 @@ class Progress:
             array.copy_(start)
         if self.weights.copied:
             self.weights.written()
+
+    def known_ages(self) -> Tensor:
+        """Return the ages of the entries. What waits without any has waited for long."""
+        return self.residual.ne(0).to(torch.uint8) * 255 if self.ages is None else self.ages
 
     def make_ages(self) -> None:
         """Begin to count ages, of all that waits as of a moment that is about to join it: at once, it would be a long step."""
