@@ -63,7 +63,7 @@ class Session:
         self.gradients.let_stock_exchange(None)
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
-        (listen if reducer.on_updates else ignore)(self.updates)  # an exchange of gradients looks at no optimizer
+        (listen if reducer.on_updates else ignore)(self)  # an exchange of gradients looks at no optimizer
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""

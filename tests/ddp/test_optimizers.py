@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import gradcomp
 from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.updates import steps
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -273,6 +274,20 @@ def test_a_model_that_is_wrapped_anew_leaves_its_updates_to_the_new_exchange() -
         return run
 
     same(training)
+
+
+def test_what_an_ended_session_leaves_behind_exchanges_nothing() -> None:
+    """The collector of cycles may free a session well before its parts."""
+    run = Run(sgd, SPEC).on(range(2))
+    session = steps._living()[-1]
+    left_behind, ended = session.updates, weakref.ref(session)
+    del session
+    run.whole = run.handle = None
+    gc.collect()
+    assert ended() is None and left_behind.optimizers
+    run.whole = DistributedDataParallel(run.model)
+    run.handle = gradcomp.ddp.attach(run.whole, SPEC)
+    assert run.on(range(2)).handle.stats()["steps"] == 2
 
 
 def test_an_exchange_takes_its_layers_again_when_a_later_one_has_ended() -> None:

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.slots import Slots
 from gradcomp.engine.updates import steps
 from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, kept_tensors
 from gradcomp.engine.updates.progress import StepRule
@@ -75,9 +74,8 @@ class Optimizers:
     optimizer's state is of gradients before the exchange of updates.
     """
 
-    def __init__(self, slots: Slots, listener: Any):
-        """listener: has this object."""
-        self._slots, self._listener = slots, weakref.ref(listener)
+    def __init__(self, session: Any):
+        self._slots, self._session = session.slots, weakref.ref(session)  # the session has this object
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], Trained | None]]
         self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
         self.name_parameters()
@@ -123,7 +121,7 @@ class Optimizers:
         return found
 
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
-        elsewhere = steps.exchanged_by_later(self._listener())
+        elsewhere = steps.exchanged_by_later(self._session())
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"] if id(p) not in elsewhere}
         if self.names.keys().isdisjoint(group_of):
             return None

@@ -93,7 +93,7 @@ class StepExchange:
 
     def __init__(self, session: Any):
         self.session = weakref.proxy(session)
-        self.optimizers = Optimizers(session.slots, self)
+        self.optimizers = Optimizers(session)
         self.gradients, self._agreement = LocalGradients(Memory()), Agreement(session.network, self.optimizers.layers)
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
         self.given_momentum: Momentum | None = None
@@ -333,8 +333,9 @@ class StepExchange:
 
     def _compare(self, count: str) -> None:
         """Warn if the ranks' weights are not equal."""
-        network, elsewhere = self.session.network, exchanged_by_later(self)
-        weights = {name: each for name, each in self.session.slots.parameters.items() if id(each) not in elsewhere}
+        session = self.session
+        network, elsewhere = session.network, exchanged_by_later(session)
+        weights = {name: each for name, each in session.slots.parameters.items() if id(each) not in elsewhere}
         own = payloads.wrap(digests(weights, counts=not self.lags))
         replies = network.start(Gather(own), "a comparison of the ranks' weights")()
         found = {network.world.number(rank): reply["bytes"].tolist() for rank, reply in enumerate(replies)}

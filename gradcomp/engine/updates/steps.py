@@ -24,7 +24,8 @@ INNER_PACKAGES = ("accelerate", "gradcomp", "horovod", "lightning", "torch", "tr
 # Older versions of torch have only the second.
 _SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
 
-# In the order in which they began to listen, which is the same on all ranks: exchanges of several follow one another.
+# Sessions that exchange updates, in the order in which they began to listen, which is the same on all ranks: exchanges of
+# several follow one another. What a session leaves behind, as its StepExchange may be, listens no longer.
 _listeners: list[weakref.ref[Any]] = []
 # How often they have changed: what they know of one another is old then.
 changes = 0
@@ -35,48 +36,48 @@ _under_way: list[tuple[weakref.ref[torch.optim.Optimizer], FrameType]] = []
 _MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")
 
 
-def listen(listener: Any) -> None:
-    """Call a listener's before(optimizer, has_closure) and after(optimizer) around every step, as long as it lives.
+def listen(session: Any) -> None:
+    """Call before(optimizer, has_closure) and after(optimizer) of a session's updates around every step, as long as it lives.
 
-    before() returns the HiddenMomentum of a step that the listener takes part in, otherwise None.
+    before() returns the HiddenMomentum of a step that the session takes part in, otherwise None.
     """
     global changes
     _register_once()
-    if listener not in _living():
+    if session not in _living():
         changes += 1
-        shares = any(number in listener.exchanged for number in exchanged())
-        _listeners.append(weakref.ref(listener, _end if shares else _listeners.remove))
+        shares = any(number in session.updates.exchanged for number in exchanged())
+        _listeners.append(weakref.ref(session, _end if shares else _listeners.remove))
 
 
 def _end(reference: weakref.ref[Any]) -> None:
-    """Let earlier listeners take the layers again that they have left to this one."""
+    """Let earlier sessions take the layers again that they have left to this one."""
     global changes
     changes += 1
     _listeners.remove(reference)
 
 
-def ignore(listener: Any) -> None:
-    """Call a listener no longer."""
+def ignore(session: Any) -> None:
+    """Call a session's updates no longer."""
     global changes
-    if any(each() is listener for each in _listeners):
+    if any(each() is session for each in _listeners):
         changes += 1
-        _listeners[:] = [each for each in _listeners if each() is not listener]
+        _listeners[:] = [each for each in _listeners if each() is not session]
 
 
 def exchanged() -> set[int]:
-    """Return the ids of all parameters whose updates a listener exchanges."""
-    return {number for each in _living() if each.session.reducer.on_updates for number in each.exchanged}
+    """Return the ids of all parameters whose updates a session exchanges."""
+    return {number for each in _living() if each.reducer.on_updates for number in each.updates.exchanged}
 
 
-def exchanged_by_later(listener: Any) -> set[int]:
-    """Return the ids of the parameters that a listener leaves to those that came later: two would delay updates twice.
+def exchanged_by_later(session: Any) -> set[int]:
+    """Return the ids of the parameters that a session leaves to those that came later: two would delay updates twice.
 
     So it is where a model is wrapped anew and the old one lives on, or where two models share layers. Under Horovod, each
-    listener has optimizers of its own.
+    session has optimizers of its own.
     """
-    living = [each for each in _living() if not each.session.door.needs_gradients]
-    later = living[living.index(listener) + 1 :] if listener in living else []
-    return {number for each in later if each.session.reducer.on_updates for number in each.exchanged}
+    living = [each for each in _living() if not each.door.needs_gradients]
+    later = living[living.index(session) + 1 :] if session in living else []
+    return {number for each in later if each.reducer.on_updates for number in each.updates.exchanged}
 
 
 def in_closure() -> bool:
@@ -85,7 +86,7 @@ def in_closure() -> bool:
 
 
 def _living() -> list[Any]:
-    return [listener for each in _listeners if (listener := each()) is not None]
+    return [session for each in _listeners if (session := each()) is not None]
 
 
 @functools.cache
@@ -129,7 +130,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
     closure = args[1] if by_position else options.get("closure")
     momenta: tuple[Any, ...] = ()
     for reference in [*_listeners]:  # without a call, in every step
-        if (each := reference()) is not None and (momentum := each.before(optimizer, closure is not None)) is not None:
+        each = reference()
+        if each is not None and (momentum := each.updates.before(optimizer, closure is not None)) is not None:
             momenta += (momentum,)
     if momenta:
         _under_way.append((weakref.ref(optimizer), frame))
@@ -158,7 +160,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     for reference in [*_listeners]:
         if (each := reference()) is not None:
-            each.after(optimizer)
+            each.updates.after(optimizer)
     for i in reversed(range(len(_under_way))):  # a step whose exchange did not begin was one that failed
         if _under_way[i][0]() is optimizer:
             del _under_way[i:]
@@ -169,7 +171,7 @@ def _show(optimizer: torch.optim.Optimizer) -> None:
     """Show the optimizer's own settings, before they are saved or to a closure."""
     give_up_failed()
     for each in _living():
-        each.show(optimizer)
+        each.updates.show(optimizer)
 
 
 def give_up_failed() -> None:
@@ -177,8 +179,8 @@ def give_up_failed() -> None:
     for each in [each for each in _under_way if not _is_running(each[1])]:
         _under_way.remove(each)
         if (optimizer := each[0]()) is not None:
-            for listener in _living():
-                listener.give_up(optimizer)
+            for session in _living():
+                session.updates.give_up(optimizer)
 
 
 def makes_state() -> bool:
@@ -188,13 +190,12 @@ def makes_state() -> bool:
 
 def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
     for each in _living():
-        each.note_loaded(optimizer)
+        each.updates.note_loaded(optimizer)
 
 
 def is_reporting_rank() -> bool:
     """Decide whether this process says a fact that all ranks know: as the first rank of a session, or before there is one."""
-    sessions = [each.session for each in _living()]
-    lead = [each.network.world.rank == 0 and each.slots.are_first for each in sessions if each.network.ready]
+    lead = [each.network.world.rank == 0 and each.slots.are_first for each in _living() if each.network.ready]
     return not lead or any(lead)
 
 
