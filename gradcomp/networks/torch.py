@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -180,7 +179,10 @@ class Roll:
         get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
         self._store: Any = get_store() if get_store is not None else None
         self._rank, self._numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
-        self._scope = f"gradcomp/{group.group_name}/{_next_number(group)}"
+        self._scope = f"gradcomp/{group.group_name}"
+        if self._store is not None:
+            # Counted in the store, which may outlast the group, as that of torchrun does, or this rank's process.
+            self._scope += f"/{self._store.add(self._key('networks', self._rank), 1)}"
 
     def arrive(self, to: str, text: str = "") -> None:
         """Say that this rank has come, with a text for the others."""
@@ -208,16 +210,6 @@ class Roll:
 
     def _key(self, to: str, rank: int) -> str:
         return f"{self._scope}/{to}/{rank}"
-
-
-# The number of networks made for each group. All ranks make them in the same order. A group that is made anew has the name of
-# the old one, but not its number: another rank's process may be a new one.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _next_number(group: dist.ProcessGroup) -> int:
-    _numbers[group] = _numbers.get(group, 0) + 1
-    return _numbers[group]
 
 
 @torch.no_grad()
