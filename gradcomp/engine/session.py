@@ -20,6 +20,7 @@ from gradcomp.engine.phases import Door, Phases
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.resume import Resume
 from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.updates.hidden_momentum import end_spent
 from gradcomp.engine.updates.step_exchange import StepExchange
 from gradcomp.engine.updates.steps import ignore, listen
 from gradcomp.networks import Connection
@@ -63,7 +64,11 @@ class Session:
         self.gradients.let_stock_exchange(None)
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
-        (listen if reducer.on_updates else ignore)(self)  # an exchange of gradients looks at no optimizer
+        if reducer.on_updates:
+            listen(self)
+        else:  # an exchange of gradients looks at no optimizer
+            ignore(self)
+            end_spent(self.slots.parameters.values())
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -166,8 +166,7 @@ class HiddenMomentum:
 
     def _end_spent(self, optimizer: torch.optim.Optimizer) -> None:
         self._has_hidden = False
-        for parameter in self._parameters(optimizer):
-            _spent.pop(parameter, None)
+        end_spent(self._parameters(optimizer))
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -215,6 +214,12 @@ class HiddenMomentum:
                     step = step / _root(state, group, rule)
                 moment.zero_()
                 yield parameter, step
+
+
+def end_spent(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Note that optimizers fill the first moments of some parameters again, with effects that are to be delivered."""
+    for each in parameters:
+        _spent.pop(each, None)
 
 
 def _scheduled(own: float, hidden: float, now: float) -> float:

@@ -307,6 +307,23 @@ def test_a_momentum_of_before_a_change_is_delivered_as_torch_delivers_it(before:
     assert not any(state["momentum_buffer"].any() for state in ours.optimizer.state.values()), "it was delivered once"
 
 
+def test_a_momentum_is_delivered_also_where_updates_were_exchanged_before() -> None:
+    """The optimizer of these is gone, and took along what its steps with a hidden momentum had left."""
+    sgd = partial(SGD, lr=0.05, momentum=0.9)
+    ours = Replicas("topk:ratio=0.3", sgd, ranks=2).train(3)
+    for rank in ours.ranks:
+        rank.optimizers = []
+    ours.change("dense")
+    for rank in ours.ranks:
+        rank.optimizers = [sgd(rank.weights.values())]
+    theirs = Replicas(None, sgd, ranks=2)
+    for name, weight in theirs.weights.items():
+        weight.data.copy_(ours.weights[name].detach())
+    ours.train(6, 3)
+    ours.change(ALL)
+    ours.train(8, 9).ends_as(theirs.train(14, 3))
+
+
 def test_the_momentum_of_torchs_own_checkpoint_is_delivered() -> None:
     theirs = Replicas(None, partial(SGD, lr=0.05, momentum=0.9), ranks=2).train(6)
     ours = Replicas(ALL, partial(SGD, lr=0.05, momentum=0.9), ranks=2)
