@@ -117,7 +117,7 @@ class Replicas(Trained):
     def each(self, call: Callable[[Replica], T]) -> list[T]:
         """Call on all ranks at once. Raise the first error of any, once all have ended."""
         for rank in self.ranks if self.spec is not None else ():
-            ignore(rank.session.updates)
+            ignore(rank.session)
         if len(self.ranks) == 1:
             return [call(self.ranks[0])]
         with ThreadPoolExecutor(len(self.ranks)) as pool:

@@ -16,8 +16,9 @@ pytest.importorskip("PIL", reason="the tasks were NOT tested: Pillow is not inst
 
 from PIL import Image
 
+from gradcomp.engine.updates.steps import exchanged
 from laboratory.harness.measured import Training
-from laboratory.harness.simulated import train
+from laboratory.harness.simulated import Updates, train
 from laboratory.main import main
 from laboratory.tasks import cifar, table, texts
 from laboratory.tasks.table import TASKS
@@ -79,6 +80,14 @@ def test_a_spec_that_needs_learning_rates_or_keeps_a_momentum_trains(spec: str, 
         own = task.defaults._replace(steps=2, batch=2, width=width, depth=1)
         record = train(Training(name, spec, 0, 2, own, data=file), tmp_path)
         assert all(map(math.isfinite, record["losses"])) and max(record["sent"]) < 4 * record["parameters"]
+
+
+def test_simulated_ranks_let_the_model_go_in_the_end() -> None:
+    own = Training("conv", "topk", 0, 2, TASKS["conv"].defaults)
+    ranks = Updates(own, TASKS["conv"].make(own.settings, 0, 2, None), TASKS["conv"])
+    assert exchanged()
+    ranks.close()
+    assert not exchanged()
 
 
 def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ class Updates:
     def close(self) -> None:
         """Let other optimizers step the model as if nobody exchanged anything."""
         for each in self._replicas:
-            ignore(each.session.updates)
+            ignore(each.session)
         self._pool.shutdown()
 
     def _take_turn(self, replica: Replica, grads: Sequence[Tensor]) -> None:
