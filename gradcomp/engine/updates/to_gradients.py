@@ -74,7 +74,9 @@ def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network:
     if not differ:
         kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
         floats, numbers = [each for each in kept if each.is_floating_point()], _numbers(optimizers)
-        own = [each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats]
+        own = [
+            each.reshape(-1).to(network.device, torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats
+        ]
         # Divided after the sum: a count of steps is then one.
         means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch import nn, optim
 from torch.optim import SGD, AdamW, Optimizer
 from training import SHAPES, draw
 
+from gradcomp.core.requests import Reduce, World
 from gradcomp.engine import reducer
 from gradcomp.engine.updates import steps
 from gradcomp.engine.updates.step_exchange import FIRST_COMPARED, PASSES_BEFORE_WARNING
+from gradcomp.engine.updates.to_gradients import deliver_residuals
 
 ALL = "topk:ratio=1,wire=exact"
 plain = partial(SGD, lr=0.1)
@@ -221,6 +224,29 @@ def test_a_change_to_gradients_warns_of_states_that_cannot_be_averaged() -> None
         rank.optimizer.state[rank.weights["0.bias"]]["rounded"] = torch.full((3,), number, dtype=torch.uint8)
     with pytest.warns(UserWarning, match=r"optimizers \(AdamW\) still differ"):
         ours.change("dense")
+
+
+class OfAnotherDevice:
+    """A network that takes the tensors of one device alone, as NCCL's does. Both ranks say zeros."""
+
+    world, device = World(0, 2, None), torch.device("meta")
+
+    def start(self, request: Any, name: str) -> Any:
+        sent = request.tensor if isinstance(request, Reduce) else request.payload.bytes
+        assert sent.device == self.device, name
+        zeros = torch.zeros(sent.numel() if isinstance(request, Reduce) else sent.numel() // 8, dtype=torch.int64)
+        return lambda: zeros.float() if isinstance(request, Reduce) else [{"bytes": zeros}] * 2
+
+
+def test_a_change_to_gradients_sends_what_optimizers_keep_beside_their_device() -> None:
+    """As AdamW keeps its count of steps in main memory, which NCCL does not take."""
+    optimizer = AdamW([weight := nn.Parameter(torch.ones(5))], lr=0.01)
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    without_buckets: Any = SimpleNamespace(buckets=[], slots={})
+    for _ in deliver_residuals(without_buckets, [[optimizer]], OfAnotherDevice(), sums=False):
+        pass
+    assert not any(each.any() for each in optimizer.state[weight].values())
 
 
 # What moves the weights, and how far.
