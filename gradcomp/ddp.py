@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
+import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, check_optimizer
 from gradcomp.engine.updates.optimizers import stepped_apart
-from gradcomp.engine.updates.steps import give_up_failed, warn_user
+from gradcomp.engine.updates.steps import exchanged, give_up_failed, warn_user
 from gradcomp.handle import Handle, by_name
 from gradcomp.networks.torch import TorchNetwork, share_first
 
@@ -104,6 +105,8 @@ def attach(
         check_optimizer(each)
     parameters, options = Parameters(named), Options(bucket_mb, seed)
     stock = (torch.float32, torch.bfloat16) if torch.float32 in parameters.types else (torch.float32,)
+    if not exchanged().isdisjoint(parameters.by_id):
+        gc.collect()  # each rank would end an exchange that nobody has any more at a moment of its own
     handle = Handle(spec, parameters, network, options, _DOOR, stock)
     session = handle._session
     session.updates.gradients.scaler = scaler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -220,6 +221,20 @@ def warnings_of_a_state_of_each_rank() -> list[int]:
     return counts
 
 
+def wrapped_anew() -> Tensor:
+    """Wrap a model anew for an exchange of gradients. The collector has found the old exchange on one rank alone by then."""
+    ranks.join()
+    gc.disable()
+    run = loops.Run(sgd, SPECS[0], given=False).on(range(2))
+    run.whole.belongs_to_a_cycle = run.whole.__dict__
+    run.whole = DistributedDataParallel(run.model)
+    run.handle = None
+    if rank():
+        gc.collect()
+    run.handle = gradcomp.ddp.attach(run.whole, "blocks")
+    return weights(run.on(range(2, 5)))
+
+
 def attached() -> None:
     """Take the first rank's weights and buffers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -280,3 +295,8 @@ def test_between_backward_and_step_gradients_are_those_of_the_rank_alone() -> No
 def test_an_optimizer_of_each_ranks_own_gradients_is_warned_of_where_gradients_are_exchanged_next() -> None:
     """Its states differ. SGD has none while its momentum is hidden."""
     assert outcomes()[0]["warnings"] == [1, 0, 0]
+
+
+def test_an_exchange_that_nobody_has_any_more_ends_on_all_ranks_when_the_model_is_wrapped_anew() -> None:
+    first, second = ranks.launch(wrapped_anew, 2, seconds=60)
+    assert torch.equal(first, second)
