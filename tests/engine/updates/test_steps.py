@@ -13,9 +13,10 @@ from gradcomp.engine.updates.steps import ignore, listen
 
 
 class Noted:
-    """A listener. takes_part: in all steps."""
+    """A session, and its exchange of updates. takes_part: in all steps."""
 
-    session, exchanged = SimpleNamespace(reducer=SimpleNamespace(on_updates=False), door=Door()), ()
+    reducer, door, exchanged = SimpleNamespace(on_updates=False), Door(), ()
+    updates = property(lambda self: self)
 
     def __init__(self, into: list[Any], takes_part: bool = False):
         self._into, self.takes_part = into, takes_part
