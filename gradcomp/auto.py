@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import Gather, Reduce
+from gradcomp.core.requests import Reduce
 from gradcomp.engine.session import Session
 from gradcomp.engine.updates.steps import log_on_rank_0
-from gradcomp.messages import payload as payloads
+from gradcomp.networks import gather
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
 
 T = TypeVar("T")
@@ -401,9 +401,9 @@ class Chooser:
     def _means(self, own: Sequence[float]) -> list[float]:
         """Return the means of some figures over the ranks, equal on all of them."""
         network = self._session.network
-        payload = payloads.wrap(torch.tensor(own, dtype=torch.float64).to(network.device))
-        replies: Any = network.start(Gather(payload), f"auto's choice, figures {len(own)}")()
-        return [statistics.fmean(each) for each in zip(*(reply["bytes"].tolist() for reply in replies), strict=True)]
+        figures = torch.tensor(own, dtype=torch.float64).to(network.device)
+        every = gather(network, figures, f"auto's choice, figures {len(own)}")()
+        return [statistics.fmean(each) for each in zip(*(of_rank.tolist() for of_rank in every), strict=True)]
 
 
 def _reason(chosen: Candidate, seconds: Mapping[Candidate, float]) -> str:

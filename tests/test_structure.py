@@ -368,7 +368,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_055, 122), "scripts": (10_470, 83), "tests": (36_140, 267)}
+TOTALS = {"gradcomp": (17_050, 122), "scripts": (10_470, 83), "tests": (36_141, 267)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Gather, Reduce
-from gradcomp.messages import payload as payloads
-from gradcomp.networks import Answer, Connection
+from gradcomp.core.requests import Reduce
+from gradcomp.networks import Answer, Connection, gather
 
 
 class RollCall:
@@ -55,9 +54,7 @@ def take_that_of_rank_0(own: Tensor, network: Connection, name: str) -> None:
         found = network.start(Reduce(wide if network.world.rank == 0 else torch.zeros_like(wide)), name)()
         assert isinstance(found, Tensor)
     else:
-        payloads_of = network.start(Gather(payloads.wrap(flat.contiguous())), name)()
-        assert isinstance(payloads_of, list)
-        found = payloads_of[0]["bytes"][: flat.numel()]
+        found = gather(network, flat.contiguous(), name)()[0]
     found = found.view(own.shape).to(own.device, own.dtype)
     if not torch.equal(own.detach(), found):
         own.copy_(found)

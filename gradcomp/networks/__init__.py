@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from gradcomp.core.requests import Reply, Request, World
+from gradcomp.core.requests import Gather, Reply, Request, World
+from gradcomp.messages import payload
 
 # Waits for the reply to a request, and returns it.
 Answer = Callable[[], Reply]
@@ -49,3 +51,9 @@ class Connection(Network, Protocol):
     def failure(self, text: str) -> Exception:
         """Make the error of an exchange that cannot go on."""
         return RuntimeError(text)
+
+
+def gather(network: Network, own: Tensor, name: str) -> Callable[[], list[Tensor]]:
+    """Begin to gather a flat array of each rank. Return a function that waits for those of all ranks."""
+    answer: Any = network.start(Gather(payload.wrap(own)), name)
+    return lambda: [reply["bytes"] for reply in answer()]

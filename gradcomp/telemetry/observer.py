@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Gather
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
 from gradcomp.engine.digests import differences, digests
 from gradcomp.engine.reducer import Reducer, Traffic
 from gradcomp.engine.session import Session
-from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
-from gradcomp.networks import Answer
+from gradcomp.networks import gather
 
 _DIVERGED = (
     "the replicas have diverged: before the optimizer's step {step}, {parted}. Start all ranks from a state before that, and "
@@ -101,8 +99,8 @@ class Observer:
         self._counted += 1
         step, network, weights = reducer.steps_done, reducer.network, self._weights
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            own = payloads.wrap(digests(weights, counts=not self._watched.updates.lags))
-            found = network.start(Gather(own), "telemetry's check of the replicas")
+            own = digests(weights, counts=not self._watched.updates.lags)
+            found = gather(network, own, "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._figures:
             self._asked.append(lambda: self._record(reducer, step))
@@ -113,10 +111,9 @@ class Observer:
         for each in asked:
             each()
 
-    def _check(self, names: Sequence[str], answer: Answer, step: int) -> None:
-        replies = answer()
-        assert isinstance(replies, list)
-        found = [HostCopy(reply["bytes"]) for reply in replies]
+    def _check(self, names: Sequence[str], answer: Callable[[], list[Tensor]], step: int) -> None:
+        every = answer()
+        found = [HostCopy(each) for each in every]
         number = self._watched.network.world.number
 
         def read() -> None:
@@ -124,7 +121,7 @@ class Observer:
             if parted:
                 raise RuntimeError(_DIVERGED.format(step=step, parted=parted))
 
-        self._read(read, replies[0]["bytes"])
+        self._read(read, every[0])
 
     def _record(self, reducer: Reducer, step: int) -> None:
         figures, self._figures = self._figures, {}

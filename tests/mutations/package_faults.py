@@ -245,7 +245,7 @@ PACKAGE_FAULTS: Table = {
         },
         ("test_auto.py",): {
             "auto decides by a rank's own times": (
-                'return [statistics.fmean(each) for each in zip(*(reply["bytes"].tolist() for reply in replies), strict=True)]',
+                "return [statistics.fmean(each) for each in zip(*(of_rank.tolist() for of_rank in every), strict=True)]",
                 "return list(own)",
             ),
             "auto takes all steps of a slow candidate's try": (

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Gather
 from gradcomp.engine import state
 from gradcomp.engine.announcement import of_updates
 from gradcomp.engine.bucket import Bucket
@@ -28,8 +27,8 @@ from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, cl
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import exchanged_by_later, give_up_failed, makes_state, warn_user
-from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Memory
+from gradcomp.networks import gather
 
 _IN_BACKWARD = (
     "{name}.step() was called within backward(), where no updates can be exchanged: call it after backward(), or take the spec "
@@ -336,9 +335,8 @@ class StepExchange:
         session = self.session
         network, elsewhere = session.network, exchanged_by_later(session)
         weights = {name: each for name, each in session.slots.parameters.items() if id(each) not in elsewhere}
-        own = payloads.wrap(digests(weights, counts=not self.lags))
-        replies = network.start(Gather(own), "a comparison of the ranks' weights")()
-        found = {network.world.number(rank): reply["bytes"].tolist() for rank, reply in enumerate(replies)}
+        every = gather(network, digests(weights, counts=not self.lags), "a comparison of the ranks' weights")()
+        found = {network.world.number(rank): each.tolist() for rank, each in enumerate(every)}
         if parted := differences([*weights], found):
             warn_user(_APART.format(count=count, parted=parted))
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Gather, Reduce
+from gradcomp.core.requests import Reduce
 from gradcomp.engine.digests import digests
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slot, local
 from gradcomp.engine.updates.hidden_momentum import class_of, kept_tensors
 from gradcomp.engine.updates.steps import warn_user
-from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
-from gradcomp.networks import Connection
+from gradcomp.networks import Connection, gather
 
 _UNLIKE = (
     "the ranks' optimizers ({names}) still differ in what they keep after the change to a spec that exchanges gradients: their "
@@ -67,8 +66,9 @@ def deliver_residuals(
 
 def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
     """Average all numbers that the ranks' optimizers keep. Warn if they still differ."""
-    replies = yield from _gather(torch.tensor([*map(_form, choices)], device=network.device), network, "optimizers' forms")
-    alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in replies), strict=True)]
+    forms = gather(network, torch.tensor([*map(_form, choices)], device=network.device), "optimizers' forms")
+    yield
+    alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in forms()), strict=True)]
     differ = not any(alike)
     optimizers = choices[-1] if differ else choices[alike.index(True)]
     if not differ:
@@ -86,13 +86,16 @@ def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network:
             state.copy_(mean.div(network.world.size).view(state.shape))
         # One more than there are, since there may be none.
         own_numbers = torch.tensor([*(group[name] for group, name in numbers), 0.0], dtype=torch.float64, device=network.device)
-        replies = yield from _gather(own_numbers, network, "numbers of optimizers")
-        for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in replies), strict=True):
+        numbers_of_ranks = gather(network, own_numbers, "numbers of optimizers")
+        yield
+        for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in numbers_of_ranks()), strict=True):
             if len({*values}) > 1:  # the mean of equal ones may be rounded
                 group[name] = fmean(values)
-        every = digests({str(i): each for i, each in enumerate(kept)})
-        replies = yield from _gather(every.to(network.device), network, "a comparison of optimizers' states")
-        differ = any(not torch.equal(each, replies[0]) for each in replies)
+        own_digests = digests({str(i): each for i, each in enumerate(kept)}).to(network.device)
+        every = gather(network, own_digests, "a comparison of optimizers' states")
+        yield
+        first, *others = every()
+        differ = any(not torch.equal(each, first) for each in others)
     if differ:
         warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
 
@@ -106,14 +109,6 @@ def _numbers(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[dict[str
 def _form(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     kept = [(tuple(each.shape), each.dtype) for optimizer in optimizers for each in kept_tensors(optimizer)]
     return zlib.crc32(f"{kept} {[name for _, name in _numbers(optimizers)]}".encode())
-
-
-def _gather(own: Tensor, network: Connection, name: str) -> Generator[None, None, list[Tensor]]:
-    """Return the ranks' numbers."""
-    answer = network.start(Gather(payloads.wrap(own)), name)
-    yield
-    replies: Any = answer()
-    return [each["bytes"] for each in replies]
 
 
 def _gradient(slot: Slot) -> Tensor:
