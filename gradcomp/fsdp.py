@@ -1,8 +1,9 @@
-"""The door for FSDP2: attach() compresses the reduce-scatter over shards, and the all-reduce over replicas.
+"""The door for FSDP2: attach() compresses the reduce-scatter over shards, the all-reduce over replicas, and the all-gather.
 
 fully_shard() and replicate() reduce the gradients of each module as soon as they are complete. Over shards, attach() replaces
-the reduce-scatter by torch's own interface for that. Replicas are told to attach(), and torch knows nothing of them, or they
-are a dimension of the modules' mesh, with the backend "gradcomp": torch has no other way to replace its own all-reduce.
+the reduce-scatter, and the all-gather of weights, by torch's own interfaces for that. Replicas are told to attach(), and torch
+knows nothing of them, or they are a dimension of the modules' mesh, with the backend "gradcomp": torch has no other way to
+replace its own all-reduce.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gradcomp.compressors.blocks import Blocks
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce
+from gradcomp.engine.gathered_weights import TYPES, Division, GatheredWeights
 from gradcomp.engine.meeting import Membership
 from gradcomp.engine.modules import ModuleDoor, Modules, ModuleSlot, ModuleSlots, bytes_of_native
 from gradcomp.engine.reducer import Options, Stats
@@ -25,11 +28,11 @@ from gradcomp.engine.slots import local
 from gradcomp.engine.updates.steps import give_up_failed, log_on_rank_0, warn_user
 from gradcomp.handle import Handle
 from gradcomp.networks import replicas
-from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_reduce_scatter
-from gradcomp.networks.torch import TorchNetwork, reduce_scatter, share_first
+from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_all_gather, set_reduce_scatter
+from gradcomp.networks.torch import TorchNetwork, all_gather, reduce_scatter, share_first
 from gradcomp.saved import read_int, reading
 from gradcomp.saved import table as read_table
-from gradcomp.spec import Auto
+from gradcomp.spec import Auto, make
 from gradcomp.telemetry.observer import Intervals, Writer
 
 __all__ = ["attach"]
@@ -56,6 +59,15 @@ _DAMAGED = (
     "the state's residual of {name!r} is no finite DTensor of its parameter's shape and placement: load with "
     "torch.distributed.checkpoint into the result of state_dict(), or the state is damaged"
 )
+_NOT_BLOCKS = (
+    "weights= got {spec}; weights travel as blocks, such as weights='blocks:bits=8': every rank needs all of them in every "
+    "gather, and nothing may wait"
+)
+_ONE_SHARD = "weights= rounds what the shards gather, and this mesh has one shard: nothing is gathered"
+_WHOLE = (
+    "the weights of {name!r} travel whole, since torch gathers them as {kind}: weights= rounds modules whose parameters are "
+    "all float32, bfloat16 or float16, or become so by MixedPrecisionPolicy(param_dtype=...)"
+)
 _NOTHING_TO_WATCH = (
     "watch() follows residuals and updates over replicas, and {spec} exchanges none over this mesh; read the handle's stats()"
 )
@@ -63,7 +75,12 @@ _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r};
 
 
 def attach(
-    model: torch.nn.Module, spec: str | Compressor, *, replicas: DeviceMesh | dist.ProcessGroup | None = None, seed: int = 0
+    model: torch.nn.Module,
+    spec: str | Compressor,
+    *,
+    weights: str | Compressor | None = None,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    seed: int = 0,
 ) -> Handle:
     """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
 
@@ -74,6 +91,8 @@ def attach(
     Args:
         model: The model, after fully_shard() or replicate(), and before training.
         spec: "name:knob=value", or a compressor.
+        weights: "blocks:bits=8" rounds the weights that shards gather, for forward and backward passes alone: shards,
+            optimizer and checkpoint stay exact. Norms, biases and small parameters travel whole. None: torch's own gathers.
         replicas: The ranks with the same shards as this one, where fully_shard() got the dimension of shards alone.
         seed: The seed of random draws, equal on all ranks.
 
@@ -92,6 +111,7 @@ def attach(
         >>> fully_shard(model, mesh=mesh["shard"])
         >>> handle = gradcomp.fsdp.attach(model, "topk", replicas=mesh["replicate"])
     """
+    bits = None if weights is None else _bits_of(weights)
     modules = modules_of(model, _Reduction)
     mesh = groups_of(modules, group_of(replicas))
     device = modules[0].device
@@ -104,7 +124,7 @@ def attach(
         network = TorchNetwork(mesh.replicas, offloaded)
     handle = _Handle(
         spec,
-        ModuleSlots(slots, frozen, shards),
+        ModuleSlots(slots, frozen, shards, "whole" if bits is None else f"blocks:bits={bits}"),
         network,
         Options(seed=seed),
         ModuleDoor(
@@ -118,7 +138,10 @@ def attach(
     session = handle._session
     if mesh.replicas is not None and shards is not None:
         session.membership.axes.append(Membership(shards))
-    handle.modules = Modules(session, shards, replicated)
+    if bits is not None and shards is None:
+        warn_user(_ONE_SHARD)
+    gathered = None if bits is None or shards is None else GatheredWeights(bits, shards)
+    handle.modules = Modules(session, shards, replicated, gathered)
     session.meet()
     if mesh.replicas is not None:
         _share_first(model, mesh.replicas)
@@ -128,6 +151,9 @@ def attach(
     for module in modules:
         reduction: Any = _Reduction(handle.modules, module, mesh)
         set_reduce_scatter(module.fsdp_module, reduction)
+        if gathered is not None:
+            gathering: Any = _Gathering(gathered, module, mesh.shards)
+            set_all_gather(module.fsdp_module, gathering)
         if mesh.replicas is not None and not mesh.reduces:
             module.fsdp_module.set_all_reduce_hook(reduction.over_hidden_replicas)
     return handle
@@ -145,6 +171,14 @@ class _Beginning:
         if self._replicas is not None:
             _share_first(model, self._replicas)
             self._replicas = None
+
+
+def _bits_of(weights: str | Compressor) -> int:
+    """Return the bits in which weights travel."""
+    compressor = make(weights)
+    if not isinstance(compressor, Blocks):
+        raise ValueError(_NOT_BLOCKS.format(spec=compressor))
+    return compressor.bits
 
 
 def _tell(model: torch.nn.Module, modules: Sequence[Module], exchange: Modules) -> None:
@@ -172,6 +206,8 @@ class _Handle(Handle):
 
     def stats(self) -> Stats:
         stats: Stats = {**super().stats(), "exchanges": self.modules.exchanges}
+        if self.modules.weights is not None:
+            stats["weight_bytes_sent"] = self.modules.weights.sent_in_step
         return stats if self.modules.shards is None else {**stats, "grad_norm": None}  # which is of this rank's shards
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
@@ -335,6 +371,31 @@ class _Reduction:
             return bytes_of_native(tensor.numel() * tensor.itemsize, replicas.world)
 
         modules.run(reduce)
+
+
+class _Gathering:
+    """torch's interface of a custom all-gather, of one module's weights."""
+
+    def __init__(self, weights: GatheredWeights, module: Module, shards: dist.ProcessGroup | None):
+        self._weights, self._module, self._shards = weights, module, shards
+        self._division = Division.of(module.shards)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a tensor."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather the module's weights. What a smaller group gathers, after a forward pass, has been rounded before."""
+        division = self._division
+        if group is self._shards and division.rounded:
+            if input_tensor.dtype in TYPES and input_tensor.numel() == sum(division.sizes):
+                self._weights.gather(self._module.number, input_tensor, output_tensor, division)
+                return None
+            self._division = Division(division.sizes, [False] * len(division.sizes))
+            warn_user(_WHOLE.format(name=self._module.name, kind=str(input_tensor.dtype).removeprefix("torch.")))
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def _finish(work: dist.Work | None) -> None:

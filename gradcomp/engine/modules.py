@@ -18,6 +18,7 @@ from gradcomp.core.compressor import Acc, Compressor, Layout
 from gradcomp.core.requests import Reply, Request, Requests, World, bytes_of
 from gradcomp.engine.bucket import check_type
 from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.gathered_weights import GatheredWeights
 from gradcomp.engine.phases import Door
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots, local
@@ -73,10 +74,10 @@ class ModuleSlots(Slots):
 
     slots: Sequence[ModuleSlot]
 
-    def __init__(self, slots: Sequence[ModuleSlot], frozen: Mapping[str, Find], shards: Connection | None):
-        """frozen: returns a parameter that needs no gradient at set-up, by its name."""
+    def __init__(self, slots: Sequence[ModuleSlot], frozen: Mapping[str, Find], shards: Connection | None, weights: str = ""):
+        """frozen: returns a parameter that needs no gradient at set-up, by its name. weights: the spec of their gathers."""
         super().__init__(slots, [(name, find()) for name, find in frozen.items()])
-        self._frozen = frozen
+        self._frozen, self._weights = frozen, weights
         self.are_first = shards is None or shards.world.rank == 0
         self.entries = sum(slot.whole for slot in slots)
 
@@ -91,7 +92,8 @@ class ModuleSlots(Slots):
         return True
 
     def terms(self) -> dict[str, str]:
-        return {"parameters": f"{self.entries} entries: " + ", ".join(slot.describe() for slot in self.slots)}
+        described = ", ".join(slot.describe() for slot in self.slots)
+        return {"parameters": f"{self.entries} entries: {described}", "weights": self._weights}
 
 
 def rounded_of(compressor: Compressor) -> Rounded | None:
@@ -202,11 +204,14 @@ SEEDS = 2**20
 class Modules:
     """The exchanges of one model's modules within a backward pass.
 
-    shards, replicas: the networks over which gradients travel; None: there is one shard, or one replica.
+    shards, replicas: the networks over which gradients travel; None: there is one shard, or one replica. weights: their
+    gathers, of few bits; None: torch's own.
     """
 
-    def __init__(self, session: Session, shards: Connection | None, replicas: Connection | None):
-        self.session, self.shards, self.replicas = session, shards, replicas
+    def __init__(
+        self, session: Session, shards: Connection | None, replicas: Connection | None, weights: GatheredWeights | None = None
+    ):
+        self.session, self.shards, self.replicas, self.weights = session, shards, replicas, weights
         self._compressor: Compressor | None = None
         self._axes: dict[Connection, Axis] = {}
         self._passes: set[int] = set()  # the backward passes of the step: checkpoints have passes within a pass
@@ -243,8 +248,10 @@ class Modules:
         """Describe what the ranks exchange."""
         over = [name for name, each in (("shards", self.shards), ("replicas", self.replicas)) if self.axis(each)]
         if self.spec_acts_on_updates:
-            return "updates, over replicas" + (", and gradients, over shards" if over else "")
-        return f"gradients, over {' and '.join(over)}" if over else "gradients, whole, as without gradcomp"
+            gradients = "updates, over replicas" + (", and gradients, over shards" if over else "")
+        else:
+            gradients = f"gradients, over {' and '.join(over)}" if over else "gradients, whole, as without gradcomp"
+        return gradients if self.weights is None else f"{gradients}, and gathers weights as {self.weights}"
 
     def run(self, act: Callable[[], tuple[int, int]]) -> None:
         """Run a module's exchange. act: returns the bytes sent, and those to other hosts."""
@@ -277,6 +284,8 @@ class Modules:
         follows = None if node is None else next((each for each, _ in node.next_functions if each is not None), None)
         if follows is None:
             self._passes.clear()
+            if self.weights is not None:
+                self.weights.end_step()
             if self.spec_acts_on_updates:
                 self._end_local()
             else:

@@ -77,7 +77,8 @@ class Stats(TypedDict, total=False):
     exchange of updates; None before it, and for other exchanges. health: of each bucket's residual, at the last measurement.
     steps: done; of several optimizers, each one's exchange counts. overlap: exchanges overlap with backward. bytes_dense: of
     what the step exchanged, as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of it as goes to other
-    hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its reason.
+    hosts. compression: bytes_dense / bytes_sent; None before the first step. weight_bytes_sent: by
+    FSDP2's gathers, with weights=, to all other ranks. auto: the choice, and its reason.
     """
 
     exchanges: str
@@ -90,6 +91,7 @@ class Stats(TypedDict, total=False):
     bytes_sent: int
     bytes_between_hosts: int
     compression: float | None
+    weight_bytes_sent: int
     auto: dict[str, Any]
 
 

@@ -16,7 +16,7 @@ try:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    set_reduce_scatter = FSDPModule.set_custom_reduce_scatter
+    set_reduce_scatter, set_all_gather = FSDPModule.set_custom_reduce_scatter, FSDPModule.set_custom_all_gather
 except (ImportError, AttributeError) as error:
     text = f"gradcomp.fsdp needs torch 2.9 or newer: the FSDP2 of torch {torch.__version__} takes no custom reduce-scatter"
     raise ImportError(text) from error
@@ -92,6 +92,11 @@ class Module:
     group: Any
     device: torch.device
     named: list[tuple[str, Callable[[], Any]]]
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """The entries of a rank's shard of each parameter, padded to those of the longest, and the parameter's dimensions."""
+        return [(each.padded_sharded_param_size.numel(), len(each._orig_size)) for each in self.group.fsdp_params]
 
     def that_train(self, trains: bool = True) -> list[tuple[str, Callable[[], Any]]]:
         """Return the parameters that are trained now; or the others."""

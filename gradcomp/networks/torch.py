@@ -23,8 +23,9 @@ from gradcomp.networks import Answer, waits
 from gradcomp.networks.alltoall import pack, unpack
 from gradcomp.networks.replicas import native_backend
 
-# An operation with two names: older versions of torch do not have the first, newer ones warn about the second.
+# Operations with two names: older versions of torch do not have the first, newer ones warn about the second.
 reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # Seconds between two looks at the roll.

@@ -1,0 +1,92 @@
+"""The all-gathers of weights that are sharded, in blocks of few bits.
+
+A shard is rounded for the gather alone: its owner keeps it as it is, and so do optimizer and checkpoint, so that errors do not
+add up. Every rank computes with the rounded weights, its own too, and so all with the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.requests import Field, Form, Gather, bytes_of
+from gradcomp.messages import payload as payloads
+from gradcomp.messages.rounding import BlockRounding
+from gradcomp.networks import Connection
+
+# The types of weights that are gathered rounded.
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Parameters of fewer entries in a shard travel whole, and so do those of one dimension: norms and biases.
+SMALLEST = 1024
+
+
+@dataclass
+class Division:
+    """The entries of each parameter in a module's shards, which are equally long, and which of them are rounded."""
+
+    sizes: list[int]
+    are_rounded: list[bool]
+
+    @functools.cached_property
+    def rounded(self) -> list[int]:
+        return [size for size, is_rounded in zip(self.sizes, self.are_rounded, strict=True) if is_rounded]
+
+    @functools.cached_property
+    def whole(self) -> list[int]:
+        return [size for size, is_rounded in zip(self.sizes, self.are_rounded, strict=True) if not is_rounded]
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[int, int]]) -> Division:
+        """Divide shards, of which the entries and dimensions of each parameter are known."""
+        return cls([size for size, _ in shards], [size >= SMALLEST and dimensions > 1 for size, dimensions in shards])
+
+    def split(self, shard: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of the rounded parameters in a shard, and of the others."""
+        views = [*zip(shard.split_with_sizes(self.sizes), self.are_rounded, strict=True)]
+        return [each for each, is_rounded in views if is_rounded], [each for each, is_rounded in views if not is_rounded]
+
+
+class GatheredWeights:
+    """The all-gathers of one model. bits: of an entry. network: of the ranks with other shards.
+
+    sent: bytes since the last step, to all other ranks; sent_in_step: in the last one.
+    """
+
+    def __init__(self, bits: int, network: Connection):
+        self._bits, self._network = bits, network
+        self.sent = self.sent_in_step = 0
+
+    def __str__(self) -> str:
+        return f"blocks:bits={self._bits}"
+
+    def end_step(self) -> None:
+        """End a step's figures."""
+        self.sent_in_step, self.sent = self.sent, 0
+
+    def gather(self, module: int, shard: Tensor, result: Tensor, division: Division) -> None:
+        """Gather the shards of a module's weights into the result, rank by rank. shard: this rank's, a part of the result."""
+        own, own_whole = division.split(shard)
+        rounding = BlockRounding(self._bits, sum(division.rounded))
+        form: Form = (*rounding.form, Field("whole", shard.dtype, sum(division.whole)))
+        payload = payloads.empty(form, shard.device)
+        _copy(payload["whole"].split_with_sizes(division.whole), own_whole)
+        scratch = torch.cat(own).float()
+        rounding.take(scratch, None, None, key=0, payload=payload)
+        request = Gather(payload)
+        self.sent += bytes_of(request) * (self._network.world.size - 1)
+        received = self._network.start(request, f"weights of module {module}")()
+        assert isinstance(received, list)
+        for part, each in zip(result.view(len(received), -1), received, strict=True):
+            rounded, whole = division.split(part)
+            rounding.add(scratch.zero_(), [each], 1.0)
+            _copy(rounded, scratch.split_with_sizes(division.rounded))
+            _copy(whole, each["whole"].split_with_sizes(division.whole))
+
+
+def _copy(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_([*to], [*given])
