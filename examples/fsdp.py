@@ -26,8 +26,7 @@ options = parser.parse_args()
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 shards = {"shards": ranks, "hybrid": 2, "replicate": 1}[options.mesh]
-names, backend = ("replicate", "shard"), {"replicate": "gradcomp"}  # the backend exchanges gradients over replicas
-mesh = dist.init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=names, backend_override=backend)
+mesh = dist.init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
 torch.manual_seed(0)
 layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2)]
 model = nn.Sequential(nn.Embedding(256, WIDTH), *layers, nn.Flatten(), nn.Linear(CONTEXT * WIDTH, 256))

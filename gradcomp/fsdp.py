@@ -1,14 +1,13 @@
 """The door for FSDP2: attach() compresses the reduce-scatter over shards, the all-reduce over replicas, and the all-gather.
 
 fully_shard() and replicate() reduce the gradients of each module as soon as they are complete. Over shards, attach() replaces
-the reduce-scatter, and the all-gather of weights, by torch's own interfaces for that. Replicas are told to attach(), and torch
-knows nothing of them, or they are a dimension of the modules' mesh, with the backend "gradcomp": torch has no other way to
-replace its own all-reduce.
+the reduce-scatter, and the all-gather of weights, by torch's own interfaces for that. Replicas are told to attach(), or are a
+dimension of the modules' mesh, which attach() then hides from them: torch has no way to replace its own all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +26,16 @@ from gradcomp.engine.session import Session
 from gradcomp.engine.slots import local
 from gradcomp.engine.updates.steps import give_up_failed, log_on_rank_0, warn_user
 from gradcomp.handle import Handle
-from gradcomp.networks import replicas
-from gradcomp.networks.sharded import Mesh, Module, group_of, groups_of, modules_of, set_all_gather, set_reduce_scatter
+from gradcomp.networks.sharded import (
+    Mesh,
+    Module,
+    group_of,
+    groups_of,
+    hide_replicas,
+    modules_of,
+    set_all_gather,
+    set_reduce_scatter,
+)
 from gradcomp.networks.torch import TorchNetwork, all_gather, reduce_scatter, share_first
 from gradcomp.saved import read_int, reading
 from gradcomp.saved import table as read_table
@@ -39,8 +46,6 @@ __all__ = ["attach"]
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-replicas.register()
 
 _UNWRAPPED = (
     "the parameters {names} are in no module of FSDP2, so that nobody exchanges their gradients: call fully_shard() on all "
@@ -93,7 +98,8 @@ def attach(
         spec: "name:knob=value", or a compressor.
         weights: "blocks:bits=8" rounds the weights that shards gather, for forward and backward passes alone: shards,
             optimizer and checkpoint stay exact. Norms, biases and small parameters travel whole. None: torch's own gathers.
-        replicas: The ranks with the same shards as this one, where fully_shard() got the dimension of shards alone.
+        replicas: The ranks with the same shards as this one, where fully_shard() got the dimension of shards alone. A mesh of
+            both dimensions says so itself.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
@@ -154,8 +160,9 @@ def attach(
         if gathered is not None:
             gathering: Any = _Gathering(gathered, module, mesh.shards)
             set_all_gather(module.fsdp_module, gathering)
-        if mesh.replicas is not None and not mesh.reduces:
-            module.fsdp_module.set_all_reduce_hook(reduction.over_hidden_replicas)
+        if mesh.replicas is not None:
+            hide_replicas(module.group)
+            module.fsdp_module.set_all_reduce_hook(reduction.over_replicas)
     return handle
 
 
@@ -318,12 +325,8 @@ class _Reduction:
         self._modules, self._number, self._mesh, self._group = modules, module.number, mesh, module.group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor. The last one before an all-reduce over replicas is the one that is reduced."""
-        tensor = torch.empty(size, dtype=dtype, device=device)
-        if self._mesh.reduces:
-            replicas: Any = self._mesh.replicas
-            replicas.announce(tensor, self._over_replicas)
-        return tensor
+        """Allocate a tensor."""
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -340,25 +343,15 @@ class _Reduction:
 
         modules.run(reduce)
 
-    def over_hidden_replicas(self, tensor: Tensor) -> None:
-        """Reduce the module's gradients over replicas that torch does not know, in its hook after the shards' reduction.
+    def over_replicas(self, tensor: Tensor) -> None:
+        """Reduce the module's gradients over replicas, in torch's hook after the shards' reduction.
 
-        A factor of the user's divides the sum over all ranks, as in a mesh of both dimensions.
+        A factor of the user's divides the sum over all ranks.
         """
-        replicas: Any = self._mesh.replicas
-        scale = 1.0 if self._group.gradient_divide_factor is None else float(replicas.size())
-        self._reduce(tensor, lambda: dist.all_reduce(tensor.mul_(scale / replicas.size()), group=replicas), scale)
-
-    def _over_replicas(self, tensor: Tensor, opts: Any) -> None:
-        """Reduce the module's gradients over replicas, in torch's own all-reduce."""
-        replicas: Any = self._mesh.replicas
-        native = lambda: _finish(replicas.allreduce_natively([tensor], opts))  # noqa: E731
-        self._reduce(tensor, native, _scale(opts.reduceOp, replicas.size()))
-
-    def _reduce(self, tensor: Tensor, native: Callable[[], object], scale: float) -> None:
-        """Reduce a tensor over replicas. native: does it as without gradcomp. scale: from their mean to the reduction."""
         modules, replicas = self._modules, self._modules.replicas
         assert replicas is not None
+        is_mean = self._group.gradient_divide_factor is None
+        scale = 1.0 if is_mean else float(replicas.world.size)
 
         def reduce() -> tuple[int, int]:
             if modules.spec_acts_on_updates:  # after the optimizer's step
@@ -367,7 +360,7 @@ class _Reduction:
                 return 0, 0
             if (axis := modules.axis(replicas)) is not None:
                 return axis.reduce(self._number, tensor, scale, modules.step)
-            native()
+            dist.all_reduce(tensor, dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM, self._mesh.replicas)
             return bytes_of_native(tensor.numel() * tensor.itemsize, replicas.world)
 
         modules.run(reduce)
@@ -396,12 +389,6 @@ class _Gathering:
             self._division = Division(division.sizes, [False] * len(division.sizes))
             warn_user(_WHOLE.format(name=self._module.name, kind=str(input_tensor.dtype).removeprefix("torch.")))
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def _finish(work: dist.Work | None) -> None:
-    """Wait for an operation. NCCL's that began on the current stream is no object, and needs no wait."""
-    if work is not None:
-        work.wait()
 
 
 def _scale(op: Any, ranks: int) -> float:

@@ -28,7 +28,7 @@ gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dic
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
 gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float | None = None, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
-gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor', *, replicas: 'DeviceMesh | dist.ProcessGroup | None' = None, seed: 'int' = 0) -> 'Handle'
+gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor', *, weights: 'str | Compressor | None' = None, replicas: 'DeviceMesh | dist.ProcessGroup | None' = None, seed: 'int' = 0) -> 'Handle'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
 gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'

@@ -63,6 +63,7 @@ ROOMS = [
     "engine/resume",
     "engine/gradients",
     "engine/session",
+    "engine/gathered_weights",
     "engine/modules",
     "engine/roll_call",
     "engine/buffers",
@@ -218,7 +219,6 @@ def test_each_outside_world_has_one_door() -> None:
         "ddp.py",
         "fsdp.py",
         "local.py",
-        "networks/replicas.py",
         "networks/sharded.py",
         "networks/torch.py",
     }
@@ -368,7 +368,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_050, 122), "scripts": (10_470, 83), "tests": (36_141, 267)}
+TOTALS = {"gradcomp": (17_100, 122), "scripts": (10_470, 83), "tests": (36_310, 268)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 try:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
     set_reduce_scatter, set_all_gather = FSDPModule.set_custom_reduce_scatter, FSDPModule.set_custom_all_gather
 except (ImportError, AttributeError) as error:
     text = f"gradcomp.fsdp needs torch 2.9 or newer: the FSDP2 of torch {torch.__version__} takes no custom reduce-scatter"
     raise ImportError(text) from error
-
-from gradcomp.networks.replicas import ReplicaGroup
 
 _NO_MODULE = (
     "attach() got a {name} without any module of FSDP2: call torch.distributed.fsdp.fully_shard(), or replicate() of "
@@ -38,18 +37,13 @@ _OLD_REPLICATE = (
     "attach() got a model of the older replicate() of torch.distributed._composable; take that of "
     "torch.distributed._composable.replicate_with_fsdp, or gradcomp.ddp.attach() on a DistributedDataParallel model"
 )
-_BACKEND = (
-    "the gradients are all-reduced over the mesh's dimension {name!r}, which has the backend {backend}: give fully_shard() the "
-    "other dimension alone, and attach() this one as replicas=, or make the mesh with "
-    'init_device_mesh(..., backend_override={{{name!r}: "gradcomp"}}), after import gradcomp.fsdp'
-)
 _TWO_REPLICAS = "the mesh of the modules has replicas already; leave out replicas=, or shard over the other dimension alone"
 _NO_GROUP = 'replicas= is a {name}; pass a process group, or a mesh of one dimension, such as mesh["replicate"]'
 _NO_REPLICAS = (
     'replicas= has ranks with other shards than this one\'s: pass those that have the same, such as mesh["replicate"] where '
     'fully_shard() got mesh["shard"]'
 )
-_HOOK = "the module {name!r} has an all-reduce hook of its own: with replicas= leave out set_all_reduce_hook()"
+_HOOK = "the module {name!r} has an all-reduce hook of its own: with replicas leave out set_all_reduce_hook()"
 _NO_PARAMETER = "attach() got a model without trained parameters; set requires_grad before attach()"
 _TWICE = "the model has been given to attach() already; keep the first handle, and call its change(spec)"
 _CUSTOM = (
@@ -65,17 +59,27 @@ _GROUPS = (
     "reduce-scatter; give its parameters one mesh"
 )
 
+_GONE = (
+    'the backend "gradcomp" is needed no longer: leave it out of init_device_mesh(backend_override=...); attach() finds the '
+    "replicas of a mesh"
+)
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(_GONE)
+
+
+# A name of older versions: torch alone would call it unknown.
+if not hasattr(dist.Backend, "GRADCOMP"):
+    dist.Backend.register_backend("gradcomp", _refuse, extended_api=True, devices=["cpu", "cuda"])
+
 
 class Mesh(NamedTuple):
-    """The groups over which all modules' gradients are reduced; None for an axis of one rank. any: a group of the mesh.
-
-    reduces: torch all-reduces over the replicas, by the backend "gradcomp".
-    """
+    """The groups over which all modules' gradients are reduced; None for an axis of one rank. any: a group of the mesh."""
 
     shards: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
     any: dist.ProcessGroup
-    reduces: bool
 
 
 @dataclass
@@ -160,30 +164,37 @@ def groups_of(modules: Sequence[Module], replicas: dist.ProcessGroup | None) -> 
     for module, mesh in zip(modules, meshes, strict=True):
         if mesh != meshes[0]:
             raise ValueError(_MESHES.format(first=modules[0].name, second=module.name))
-    if replicas is None:
-        return meshes[0]
-    if meshes[0].replicas is not None:
-        raise ValueError(_TWO_REPLICAS)
-    own = meshes[0].shards
-    if own is not None and len({*dist.get_process_group_ranks(own)} & {*dist.get_process_group_ranks(replicas)}) > 1:
-        raise ValueError(_NO_REPLICAS)
-    for module in modules:
+    mesh = meshes[0]
+    if replicas is not None:
+        if mesh.replicas is not None:
+            raise ValueError(_TWO_REPLICAS)
+        own = mesh.shards
+        if own is not None and len({*dist.get_process_group_ranks(own)} & {*dist.get_process_group_ranks(replicas)}) > 1:
+            raise ValueError(_NO_REPLICAS)
+        mesh = mesh._replace(replicas=replicas)
+    for module in modules if mesh.replicas is not None else ():
         if getattr(module.group, "_all_reduce_hook", None) is not None:
             raise ValueError(_HOOK.format(name=module.name))
-    return meshes[0]._replace(replicas=replicas)
+    return mesh
+
+
+def hide_replicas(group: Any) -> None:
+    """Let a module's group of torch's know the shards alone: it all-reduces over no replicas then, and calls its hook."""
+    before = group.mesh_info
+    if getattr(before, "replicate_process_group", None) is None:
+        return
+    known = {each.name: getattr(before, each.name) for each in fields(before) if each.init}
+    group.mesh_info = (DataParallelMeshInfo if before.shard_mesh_dim is None else FSDPMeshInfo)(**known)
+    if group.post_forward_mesh_info is before:
+        group.post_forward_mesh_info = group.mesh_info
 
 
 def _groups_of_module(module: Module) -> Mesh:
     info = module.group.mesh_info
     groups: tuple[Any, Any] = (getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None))
     shards, replicated = groups
-    several = replicated is not None and replicated.size() > 1
-    if several and not isinstance(replicated, ReplicaGroup):
-        names = info.mesh.mesh_dim_names
-        name = names[info.replicate_mesh_dim] if names else info.replicate_mesh_dim
-        raise ValueError(_BACKEND.format(name=name, backend=dist.get_backend(replicated)))
-    over = shards if shards is not None and shards.size() > 1 else None
-    return Mesh(over, replicated if several else None, shards or replicated, several)
+    over, replicas = (each if each is not None and each.size() > 1 else None for each in groups)
+    return Mesh(over, replicas, shards or replicated)
 
 
 def group_of(replicas: Any) -> dist.ProcessGroup | None:

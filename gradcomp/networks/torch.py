@@ -21,7 +21,6 @@ from gradcomp.messages import payload
 from gradcomp.native import extension
 from gradcomp.networks import Answer, waits
 from gradcomp.networks.alltoall import pack, unpack
-from gradcomp.networks.replicas import native_backend
 
 # Operations with two names: older versions of torch do not have the first, newer ones warn about the second.
 reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,7 +44,7 @@ class TorchNetwork:
         self.ready = True
         # Two names, as of reduce_scatter. A group's own methods save the checks of torch's functions, which cost microseconds.
         self._all_gather: Callable[..., dist.Work] = getattr(group, "all_gather_single", None) or group._allgather_base
-        self._on_host = native_backend(group, device) == "gloo"
+        self._on_host = dist.get_backend(group) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
         self.meeting = ""
         self._roll: Roll | None = None

@@ -65,7 +65,7 @@ def refused(kind: str) -> dict[str, str]:
         "residual": lambda: attached("topk"),
         "memory first": lambda: memory_of_group(True),
         "memory later": lambda: memory_of_group(False),
-        "backend": lambda: attach(wrapped("two by two", net(), mesh_of("two by two", {})), "blocks"),
+        "backend": lambda: dist.new_group(backend="gradcomp"),
         "groups": lambda: attach(of_two_groups(mesh), "blocks"),
         "meshes": lambda: attach(of_two_meshes(), "blocks"),
     }
@@ -84,7 +84,7 @@ def unwrapped() -> list[str]:
 
 def of_two_groups(mesh: Any) -> Any:
     """Give the biases a mesh of their own, of two ranks."""
-    halves = FSDPMeshInfo(mesh_of("two by two", {})["shard"], shard_mesh_dim=0)
+    halves = FSDPMeshInfo(mesh_of("two by two")["shard"], shard_mesh_dim=0)
     infos = {1: halves, 2: FSDPMeshInfo(mesh, shard_mesh_dim=0)}
     return fully_shard(net(), mesh=mesh, shard_placement_fn=lambda each: ShardPlacementResult(Shard(0), infos[each.dim()]))
 
@@ -145,7 +145,7 @@ WORDS = {
     "residual": "ValueError: topk cannot act over shards, and the mesh has no replicas",
     "memory first": "ValueError: the module '0' has a reduce-scatter of its own, ProcessGroupAllocReduceScatter",
     "memory later": "AssertionError: cannot call set_allocate_memory_from_process_group()",  # torch's own word
-    "backend": "make the mesh with init_device_mesh(..., backend_override={'replicate': \"gradcomp\"})",
+    "backend": 'the backend "gradcomp" is needed no longer: leave it out of init_device_mesh(',
     "groups": "has parameters on several meshes, by its shard_placement_fn",
     "meshes": "are on different meshes",
 }

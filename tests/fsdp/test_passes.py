@@ -248,4 +248,4 @@ def test_gradients_of_a_pass(kind: str, case: str) -> None:
     for rank in of_mesh(kind):
         wrong, stats = rank[case]
         assert wrong < SPECS[kind][1]
-        assert stats["steps"] == STEPS.get(case, 3 if case == "without_all_reduce" and kind != "replicate" else 1)
+        assert stats["steps"] == STEPS.get(case, 3 if case == "without_all_reduce" else 1)

@@ -183,9 +183,9 @@ def trained(kind: str) -> dict[str, Any]:
     """Train natively and with specs, AdamW and a clip; watch one of them."""
     join()
     found: dict[str, Any] = {}
-    mesh, plain = mesh_of(kind), mesh_of(kind, {})
+    mesh = mesh_of(kind)
     for spec in (None, "dense", "blocks", *(["topk:ratio=0.1"] if kind != "shards" else [])):
-        model = wrapped(kind, net(), mesh if spec else plain)
+        model = wrapped(kind, net(), mesh)
         handle = gradcomp.fsdp.attach(model, spec) if spec else None
         records: list[Any] = []
         if spec == "blocks":

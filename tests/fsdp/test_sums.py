@@ -12,7 +12,6 @@ from ranks import join, launch, once
 
 import gradcomp
 import gradcomp.fsdp
-from gradcomp.networks import replicas
 
 # The largest squared error of one exchange.
 ERRORS = {"dense": 1e-13, "half": 1e-4, "blocks": 8e-3, "blocks:bits=8": 2e-4}
@@ -22,9 +21,9 @@ def exchanged(kind: str, specs: list[str], form: str) -> dict[str, Any]:
     """Exchange the gradients of one step by each spec, and natively."""
     join()
     found: dict[str, Any] = {}
-    mesh, plain = mesh_of(kind), mesh_of(kind, {})
+    mesh = mesh_of(kind)
     for spec in [None, *specs]:
-        model = wrapped(kind, net(), mesh if spec else plain, reduce_dtype=getattr(torch, form))
+        model = wrapped(kind, net(), mesh, reduce_dtype=getattr(torch, form))
         handle = gradcomp.fsdp.attach(model, spec) if spec else None
         loss(model, inputs(0)[dist.get_rank()]).backward()
         if kind != "shards":  # an all-reduce of the user's
@@ -33,25 +32,6 @@ def exchanged(kind: str, specs: list[str], form: str) -> dict[str, Any]:
             found["own"] = own
         found[spec or "native"] = whole_grads(model), handle.stats() if handle else {}
     return found
-
-
-def without_work() -> Any:
-    """Exchange natively over replicas where an all-reduce returns nothing, as NCCL's does on the current stream."""
-    join()
-    native = replicas.ReplicaGroup.allreduce_natively
-
-    def reduce(*arguments: Any) -> None:
-        native(*arguments).wait()
-
-    replicas.ReplicaGroup.allreduce_natively = reduce
-    model = wrapped("replicate", net(), mesh_of("replicate"))
-    gradcomp.fsdp.attach(model, "dense")
-    loss(model, inputs(0)[dist.get_rank()]).backward()
-    return whole_grads(model)
-
-
-def test_an_all_reduce_without_an_object_to_wait_for_is_native_too() -> None:
-    assert all(error(grads, by_hand(0)) < 1e-13 for grads in launch(without_work, RANKS))
 
 
 @once
@@ -99,36 +79,3 @@ def test_a_rank_sends_its_parts_to_the_others() -> None:
         entries = sum(each.numel() for each in net().parameters())
         assert stats["bytes_dense"] == 4 * entries and stats["compression"] == stats["bytes_dense"] / stats["bytes_sent"]
         assert 0.75 * 8.25 / 8 * entries < stats["bytes_sent"] < 0.75 * 8.25 / 8 * entries * 1.25
-
-
-def others() -> list[float]:
-    """Run every operation of torch's over a group of replicas, many times in turn."""
-    join()
-    group = mesh_of("replicate").get_group()
-    rank = dist.get_rank()
-    found: dict[str, torch.Tensor] = {}
-    for _ in range(100):
-        own = torch.tensor([float(rank)])
-        every = [torch.empty(1) for _ in range(RANKS)]
-        dist.all_reduce(found.setdefault("all_reduce", own.clone()).copy_(own), group=group)
-        dist.broadcast(found.setdefault("broadcast", own.clone()).copy_(own), 2, group=group)
-        dist.all_gather(every, own, group=group)
-        found["all_gather"] = torch.cat(every)
-        dist.all_to_all_single(found.setdefault("all_to_all", torch.empty(RANKS)), own.expand(RANKS).clone(), group=group)
-        dist.reduce_scatter(found.setdefault("reduce_scatter", torch.empty(1)), [own] * RANKS, group=group)
-        group.allreduce_coalesced([found.setdefault("coalesced", own.clone()).copy_(own)]).wait()
-        moves = [dist.isend(own, (rank + 1) % RANKS, group=group)]
-        dist.recv(found.setdefault("received", torch.empty(1)), (rank - 1) % RANKS, group=group)
-        moves[0].wait()
-        dist.barrier(group=group)
-    group.barrier()
-    given: Any = group._get_backend(torch.device("cpu")).options
-    assert (given.group_name, given.global_ranks_in_group) == (group.group_name, [*range(RANKS)])  # for torch's flight recorder
-    return torch.cat([*found.values()]).tolist()
-
-
-def test_all_operations_of_torchs_go_on_over_replicas() -> None:
-    total = float(sum(range(RANKS)))
-    ranks = [*map(float, range(RANKS))]
-    for rank, found in enumerate(launch(others, RANKS, seconds=60)):
-        assert found == [total, 2.0, *ranks, *ranks, total, total, float((rank - 1) % RANKS)], rank

@@ -104,7 +104,7 @@ def test_weights_are_conserved_and_replicas_equal(kind: str) -> None:
 def against_one_replica(kind: str) -> tuple[float, float]:
     """Train with everything sent, beside torch's own exchange. Return the distance of the weights, and how far they went."""
     join()
-    plain = wrapped("two by two", net(), mesh_of("two by two", {}))
+    plain = wrapped("two by two", net(), mesh_of("two by two"))
     model, _, _ = attached(kind, "topk:ratio=1,wire=exact", net())
     for each in (plain, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
@@ -112,7 +112,7 @@ def against_one_replica(kind: str) -> tuple[float, float]:
             optimizer.zero_grad()
             loss(each, inputs(step)[dist.get_rank()]).backward()
             optimizer.step()
-    start = wrapped("two by two", net(), mesh_of("two by two", {}))
+    start = wrapped("two by two", net(), mesh_of("two by two"))
     weights = [torch.cat([each.flatten() for each in shards_of(one).values()]) for one in (start, plain, model)]
     return float((weights[1] - weights[2]).norm()), float((weights[1] - weights[0]).norm())
 
@@ -127,7 +127,7 @@ def test_with_everything_sent_it_is_torchs_exchange(kind: str) -> None:
 def refused() -> dict[str, str]:
     join()
     mesh, found = mesh_of("two by two"), {}
-    plain = mesh_of("two by two", {})
+    plain = mesh_of("two by two")
     for name, on, replicas in [
         ("both", mesh, plain["replicate"]),
         ("no group", plain["shard"], plain),

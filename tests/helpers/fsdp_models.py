@@ -16,21 +16,19 @@ import gradcomp.fsdp
 RANKS = 4
 MESHES = ["shards", "two by two", "one shard", "replicate"]
 REPLICATED = MESHES[1:]
-BACKEND = {"replicate": "gradcomp"}
-# Besides the meshes whose replicas torch reduces: those whose modules know the shards alone, of which there are two, or one.
+# Besides the meshes that have replicas: those whose modules know the shards alone, of which there are two, or one.
 HIDDEN, ALL_HIDDEN = "replicas hidden", "replicas of one shard hidden"
 KINDS = [*REPLICATED, HIDDEN, ALL_HIDDEN]
 
 
-def mesh_of(kind: str, backend: dict[str, str] | None = None) -> DeviceMesh:
-    """Make a mesh. backend: of its dimensions, by default gradcomp's for replicas."""
-    override: Any = dict(BACKEND if backend is None else backend)  # torch empties it
+def mesh_of(kind: str) -> DeviceMesh:
+    """Make a mesh."""
     if kind == "shards":
         return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
     if kind == "replicate":
-        return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("replicate",), backend_override=override)
+        return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("replicate",))
     sizes = (2, 2) if kind == "two by two" else (RANKS, 1)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"), backend_override=override)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def net(seed: int = 0, width: int = 70) -> nn.Sequential:
@@ -105,7 +103,7 @@ def attached(kind: str, spec: str, model: nn.Sequential | None = None, **options
         mesh = mesh_of(kind)
         model = wrapped(kind, model, mesh, **options)
         return model, gradcomp.fsdp.attach(model, spec), mesh
-    mesh = mesh_of("two by two" if kind == HIDDEN else "one shard", {})
+    mesh = mesh_of("two by two" if kind == HIDDEN else "one shard")
     model = wrapped("two by two", model, mesh["shard"], **options)
     return model, gradcomp.fsdp.attach(model, spec, replicas=mesh["replicate"]), mesh
 

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp.networks.replicas import NAME
 from laboratory import ranks
 from laboratory.tasks import digits
 
@@ -97,11 +96,10 @@ def by_ddp(device: str, spec: str, model: nn.Module, kind: str = "plain") -> Mad
 
 
 def by_fsdp(device: str, spec: str, model: nn.Module, of_replicas: bool) -> Made:
-    """Give every layer to FSDP2: sharded over the ranks, or whole on each, with gradcomp's backend for the all-reduce."""
+    """Give every layer to FSDP2: sharded over the ranks, or whole on each."""
     replicas = dist.get_world_size() if of_replicas else 1
     names, shape = ("replicate", "shard"), (replicas, dist.get_world_size() // replicas)
-    override: Any = {} if spec == "none" else {"replicate": NAME}
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names, backend_override=override)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     layers = [layer for layer in model.children() if any(True for _ in layer.parameters())]
     for part in (*layers, model):
         fully_shard(part, mesh=mesh if replicas > 1 else mesh["shard"])

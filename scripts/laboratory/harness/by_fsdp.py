@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradcomp.fsdp
-from gradcomp.networks.replicas import NAME
 from laboratory.harness import by_ddp, ways
 from laboratory.harness.ways import Fitted
 
@@ -26,22 +25,22 @@ class Door(by_ddp.Door):
 
     def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
         """Fit a way to a model and its optimizer. A module of each sequence is sharded by itself. No way clips."""
-        name, _ = ways.other(way) or ("", 1.0)
+        name, number = ways.other(way) or ("", 1.0)
         entries, replicas = sum(parameter.numel() for parameter in model.parameters()), self.size // self._shards
-        backend: Any = {} if name else {"replicate": NAME}
-        mesh = init_device_mesh(
-            "cpu", (replicas, self._shards), mesh_dim_names=("replicate", "shard"), backend_override=backend
-        )
+        mesh = init_device_mesh("cpu", (replicas, self._shards), mesh_dim_names=("replicate", "shard"))
         if name == "none" or replicas == 1:  # then shards alone
             mesh = mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if name == "bf16" else None)
+        if name in ("mixed", "weights"):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         sequences = [each for each in model.modules() if isinstance(each, nn.Sequential)]
         parts = [part for sequence in sequences for part in sequence if any(True for _ in part.parameters())]
         for part in (*reversed(parts), model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         optimizer.param_groups[0]["params"] = [*model.parameters()]
-        if not name:
-            handle = gradcomp.fsdp.attach(model, way, seed=seed)
+        if name in ("", "weights"):
+            weights = f"blocks:bits={int(number)}" if name else None
+            handle = gradcomp.fsdp.attach(model, way if weights is None else "blocks", weights=weights, seed=seed)
             return Fitted(model, optimizer, lambda: int(handle.stats()["bytes_sent"]), handle.stats)
         for module in model.modules():
             if isinstance(module, FSDPModule) and name in _REDUCTIONS:

@@ -56,6 +56,10 @@ OTHERS = {
         r":rank=([1-9]\d*)(?:,start=([2-9]|[1-9]\d+))?",
     ),
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
+    "mixed": Other(("fsdp", "hsdp"), "FSDP2 with weights in bfloat16 and gradients in float32", "mixed"),
+    "weights": Other(
+        ("fsdp", "hsdp"), "the same with blocks for gradients, and for weights", "weights:bits=8", r":bits=([2-8])"
+    ),
 }
 
 
