@@ -18,7 +18,7 @@ from PIL import Image
 
 from gradcomp.engine.updates.steps import exchanged
 from laboratory.harness.measured import Training
-from laboratory.harness.simulated import Updates, train
+from laboratory.harness.simulated import RoundedWeights, Updates, train
 from laboratory.main import main
 from laboratory.tasks import cifar, table, texts
 from laboratory.tasks.table import TASKS
@@ -88,6 +88,21 @@ def test_simulated_ranks_let_the_model_go_in_the_end() -> None:
     assert exchanged()
     ranks.close()
     assert not exchanged()
+
+
+def test_weights_in_few_bits_step_on_the_exact_ones() -> None:
+    """A step far below the rounding is not lost."""
+    own = Training("mlp", "weights:bits=8", 0, 2, TASKS["mlp"].defaults._replace(width=64))
+    job = TASKS["mlp"].make(own.settings, 0, 2, None)
+    start = [each.detach().clone() for each in job.model.parameters()]
+    ranks = RoundedWeights(own, job, TASKS["mlp"])
+    for _ in range(3):
+        ranks.optimizers[0].param_groups[0] |= {"lr": 1e-3, "momentum": 0.0}
+        ranks.step([tuple(torch.full_like(each, 1e-4) for each in start)] * 2)
+    for before, exact, rounded in zip(start, ranks._exact.values(), job.model.parameters(), strict=True):
+        torch.testing.assert_close(exact, before - 3e-7, rtol=0, atol=1e-8)
+        wrong = float((rounded - exact).norm().detach() / exact.norm())
+        assert 0 < wrong < 0.01 if before.ndim > 1 and before.numel() > 2000 else wrong == 0
 
 
 def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

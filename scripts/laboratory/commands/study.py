@@ -88,7 +88,7 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
     if (batches := ways.passes(way)) > own.steps:
         raise Refused(f"--specs {way}: a step needs {batches} batches, and {task} has {own.steps}; give more steps")
     is_local = ways.local_of(way) is not None
-    door = chosen.door or (ways.SIMULATED if is_local or ways.is_spec(way) else ways.DDP)
+    door = chosen.door or (ways.SIMULATED if is_local or ways.is_spec(way) or ways.weight_bits(way) else ways.DDP)
     if is_local and door != ways.SIMULATED:
         raise Refused(f"{way!r} is of simulated ranks; leave --door out")
     if own.clip and not ways.clips(way, door):

@@ -25,7 +25,7 @@ class Door(by_ddp.Door):
 
     def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
         """Fit a way to a model and its optimizer. A module of each sequence is sharded by itself. No way clips."""
-        name, number = ways.other(way) or ("", 1.0)
+        name, _ = ways.other(way) or ("", 1.0)
         entries, replicas = sum(parameter.numel() for parameter in model.parameters()), self.size // self._shards
         mesh = init_device_mesh("cpu", (replicas, self._shards), mesh_dim_names=("replicate", "shard"))
         if name == "none" or replicas == 1:  # then shards alone
@@ -39,8 +39,8 @@ class Door(by_ddp.Door):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         optimizer.param_groups[0]["params"] = [*model.parameters()]
         if name in ("", "weights"):
-            weights = f"blocks:bits={int(number)}" if name else None
-            handle = gradcomp.fsdp.attach(model, way if weights is None else "blocks", weights=weights, seed=seed)
+            weights = f"blocks:bits={ways.weight_bits(way)}" if name else None
+            handle = gradcomp.fsdp.attach(model, "blocks" if name else way, weights=weights, seed=seed)
             return Fitted(model, optimizer, lambda: int(handle.stats()["bytes_sent"]), handle.stats)
         for module in model.modules():
             if isinstance(module, FSDPModule) and name in _REDUCTIONS:

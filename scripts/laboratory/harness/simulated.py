@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 import gradcomp
 from gradcomp.core.requests import Reduce, Request
+from gradcomp.engine.gathered_weights import SMALLEST
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters
 from gradcomp.engine.updates.steps import ignore
+from gradcomp.messages.rounding import BlockRounding
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
@@ -40,6 +42,7 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
     job = task.make(settings, own.seed, own.ranks, table.load(table.place(folder, own.data) if own.data else None))
     kind = Local if ways.local_of(own.way) else Updates if ways.acts_on_updates(own.way) else Gradients
+    kind = RoundedWeights if ways.weight_bits(own.way) else kind
     exchange = kind(own, job, task)
     losses, sent = [], []
     warned_at = None
@@ -95,6 +98,35 @@ class Gradients:
 
     def close(self) -> None:
         """End. Nothing is left to do."""
+
+
+class RoundedWeights(Gradients):
+    """Ranks that gather their weights in few bits, as FSDP2's shards, and exchange whole gradients."""
+
+    def __init__(self, own: Training, job: Job, task: Task):
+        super().__init__(own._replace(way="dense"), job, task)
+        self._bits, self._ranks = ways.weight_bits(own.way) or 8, own.ranks
+        self._exact = {name: each.detach().clone() for name, each in self._named.items()}
+        self._round()
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[tuple[Tensor, ...]]) -> None:
+        """Step on the exact weights, and round them for the next passes."""
+        for name, each in self._named.items():
+            each.copy_(self._exact[name])
+        super().step(grads)
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, each in self._named.items():
+            self._exact[name].copy_(each)
+            size = -(-len(each) // self._ranks) if each.ndim > 1 else 0
+            for shard in each.split(size) if size * each[0].numel() >= SMALLEST else ():
+                rounding, left = BlockRounding(self._bits, shard.numel()), shard.flatten()
+                payload = rounding.take(left.clone(), None, None, key=0)
+                rounding.add(left.zero_(), [payload], 1.0)
+                shard.copy_(left.view(shard.shape))
 
 
 class Turn(threading.Condition):

@@ -58,7 +58,10 @@ OTHERS = {
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
     "mixed": Other(("fsdp", "hsdp"), "FSDP2 with weights in bfloat16 and gradients in float32", "mixed"),
     "weights": Other(
-        ("fsdp", "hsdp"), "the same with blocks for gradients, and for weights", "weights:bits=8", r":bits=([2-8])"
+        ("fsdp", "hsdp"),
+        "the same with blocks for gradients, and for weights; in a study, simulated, with dense gradients",
+        "weights:bits=8",
+        r":bits=([2-8])",
     ),
 }
 
@@ -112,7 +115,13 @@ def acts_on_updates(way: str) -> bool:
 def is_studied(way: str) -> bool:
     """Return True if a study can train by this way: one that exchanges gradients, and counts its bytes."""
     found = other(way)
-    return found is None or found[0] in ("stock", "fp16", "bf16", "powersgd")
+    return found is None or found[0] in ("stock", "fp16", "bf16", "powersgd", "weights")
+
+
+def weight_bits(way: str) -> int | None:
+    """Return the bits in which a way gathers weights; None where they are whole."""
+    found = other(way)
+    return int(found[1]) if found is not None and found[0] == "weights" else None
 
 
 def clips(way: str, door: str) -> bool:
