@@ -103,6 +103,7 @@ class HiddenMomentum:
         self.rule = rule if self._groups else None
         self.normalizes = self.rule is not None and self.divides
         self._has_hidden = False
+        self._last: dict[int, tuple[Group, Group]] = {}  # the values hidden last, by group, and those in their place
 
     def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
         """Say whether the group trains the session's parameters, and none whose updates nobody exchanges."""
@@ -146,6 +147,7 @@ class HiddenMomentum:
                 if group.get("nesterov"):
                     values["nesterov"] = False
             hidden |= {(id(group), name): (group, group[name], value) for name, value in values.items()}
+            self._last[id(group)] = {name: group[name] for name in values}, values
             group |= values
 
     def show(self) -> None:
@@ -190,6 +192,23 @@ class HiddenMomentum:
                 elif rule.second:
                     state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         self._end_spent(optimizer)
+
+    def show_in(self, saved: Mapping[str, Any]) -> None:
+        """Do as give_back() in a copy of the optimizer's state, and leave the optimizer as it is: a step may be under way."""
+        optimizer, rule = self._optimizer(), self.rule
+        if rule is None or optimizer is None or not self._has_hidden:
+            return
+        for group, copied in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            own, hidden = self._last.get(id(group), ({}, {}))
+            if any(copied[name] is hidden[name] for name in hidden if name in ("betas", "lr")):  # objects of that step alone
+                copied |= own
+            if id(group) not in self._groups or not _value(copied, rule):
+                continue
+            for number, parameter in zip(copied["params"], group["params"], strict=True):
+                state = saved["state"].get(number) or {}
+                moment = state.get(rule.buffer, parameter.detach() if state and rule.second else None)
+                if isinstance(moment, Tensor):
+                    saved["state"][number] = {**state, rule.buffer: torch.zeros_like(moment)}
 
     @torch.no_grad()
     def take_undelivered(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -112,6 +112,11 @@ class StepExchange:
         if (trained := self.optimizers.known(optimizer)) is not None:
             trained.momentum.give_back()
 
+    def show_in(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Show an optimizer's own settings in a copy of its state."""
+        if (trained := self.optimizers.known(optimizer)) is not None:
+            trained.momentum.show_in(saved)
+
     def note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Empty the residual of an optimizer whose state was loaded in mid-training: the training goes on from elsewhere.
 

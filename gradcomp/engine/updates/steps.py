@@ -105,8 +105,9 @@ def _meet(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Become the optimizer's last hook before a step, and its first one after it: hooks of the user's act on equal weights."""
     every_before, every_after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     before, after = _uncompiled(_before), _uncompiled(_after)
-    if _show not in optimizer._optimizer_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(_show)
+    if _give_up not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_give_up)
+        optimizer.register_state_dict_post_hook(_show_in, prepend=True)
         optimizer.register_load_state_dict_post_hook(_note_loaded)
     if not every_before or next(reversed(every_before.values())) is not before:
         _drop(every_before, before)
@@ -168,10 +169,21 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
 
 
 def _show(optimizer: torch.optim.Optimizer) -> None:
-    """Show the optimizer's own settings, before they are saved or to a closure."""
+    """Show the optimizer's own settings to a closure."""
     give_up_failed()
     for each in _living():
         each.updates.show(optimizer)
+
+
+def _give_up(optimizer: torch.optim.Optimizer) -> None:
+    """Give up the steps that have failed, before a state is saved."""
+    give_up_failed()
+
+
+def _show_in(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Show the optimizer's own settings in a copy of its state. Its step may be under way in another thread, and goes on."""
+    for each in _living():
+        each.updates.show_in(optimizer, saved)
 
 
 def give_up_failed() -> None:

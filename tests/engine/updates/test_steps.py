@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
+import gradcomp
 from gradcomp.engine.phases import Door
 from gradcomp.engine.updates.steps import ignore, listen
 
@@ -30,6 +34,9 @@ class Noted:
 
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("show")
+
+    def show_in(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+        self._into.append("show in a copy")
 
     def hide(self) -> None:
         self._into.append("hide")
@@ -115,7 +122,7 @@ def test_a_closure_that_fails_has_seen_all_settings_and_its_step_is_given_up() -
         optimizer.step(closure)
     assert seen == ["before", "hide", "show"]
     optimizer.state_dict()
-    assert seen == ["before", "hide", "show", "give up", "show"]
+    assert seen == ["before", "hide", "show", "give up", "show in a copy"]
     del listener
 
 
@@ -142,3 +149,33 @@ def test_a_step_that_fails_is_given_up_before_the_next_one() -> None:
     inner.step()
     assert seen == ["before", "hide", "give up", "before", "hide", "after"]
     del listener
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("kind, moment", [(optim.SGD, ""), (optim.Adam, "exp_avg")])
+def test_a_thread_that_saves_the_optimizer_in_the_middle_of_a_step_changes_nothing(kind: Any, moment: str) -> None:
+    """The state that it gets has the user's settings, and no moment that the residual stands for."""
+    module, name, ends, saved = sys.modules[kind.__module__], kind.__name__.lower(), [], list[Any]()
+    update = getattr(module, name)
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 3))
+        handle = gradcomp.ddp.attach(model, "topk:ratio=0.3")
+        optimizer = kind(model.parameters(), 0.1, **({} if moment else {"momentum": 0.9}))
+        wanted = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+        def saving(*tensors: Any, optimizer: Any = optimizer, **options: Any) -> None:
+            saved.append(optimizer.state_dict())
+            update(*tensors, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, saving if saves else update)
+            for _ in range(3):
+                model(torch.ones(5, 4)).square().mean().backward()
+                optimizer.step()
+        ends.append(model.module.weight.detach().clone())
+        assert handle.stats()["steps"] == 3
+    assert torch.equal(*ends) and len(saved) == 3
+    for each in saved:
+        assert each["param_groups"][0].items() >= wanted.items()
+        assert not any(state[moment].any() for state in each["state"].values() if moment)
