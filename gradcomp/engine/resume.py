@@ -14,7 +14,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.meeting import Flow, Snapshot, run
-from gradcomp.engine.phases import Phase
+from gradcomp.engine.phases import IN_STEP, Phase
 from gradcomp.engine.updates.steps import give_up_failed
 from gradcomp.engine.updates.to_gradients import deliver_residuals
 from gradcomp.saved import reading
@@ -90,11 +90,16 @@ class Resume:
         return state.save_share(session.reducer, session.slots.shapes, sums=session.sums, copy=copy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy all that this rank's next step depends on."""
+        """Copy all that this rank's next step depends on. Refuse this where a step in another thread exchanges meanwhile."""
+        session = self._session
         give_up_failed()
-        self._session.phases.note("state_dict()")
-        place = self._session.membership.saved_place
-        return state.pack(self._session.spec, place.ranks, {place.rank: self.share()})
+        session.phases.note("state_dict()")
+        exchanged, done = session.reducer.context.has_begun, session.reducer.steps_done
+        place = session.membership.saved_place
+        saved = state.pack(session.spec, place.ranks, {place.rank: self.share()})
+        if exchanged or session.reducer.context.has_begun or session.reducer.steps_done != done:
+            raise RuntimeError(IN_STEP.format(event="state_dict()"))
+        return saved
 
     def load_state_dict(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> None:
         """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before.

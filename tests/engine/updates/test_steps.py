@@ -179,3 +179,25 @@ def test_a_thread_that_saves_the_optimizer_in_the_middle_of_a_step_changes_nothi
     for each in saved:
         assert each["param_groups"][0].items() >= wanted.items()
         assert not any(state[moment].any() for state in each["state"].values() if moment)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_thread_gets_no_state_of_the_middle_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    handle = gradcomp.ddp.attach(model, "topk:ratio=0.3")
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    (bucket,) = handle._session.reducer.buckets
+    assert bucket.progress is not None
+    deliver, said = bucket.progress.deliver, []
+
+    def delivering(*update: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) came in the middle of a step") as error:
+            handle.state_dict()
+        said.append(error)
+        deliver(*update)
+
+    monkeypatch.setattr(bucket.progress, "deliver", delivering)
+    model(torch.ones(5, 4)).square().mean().backward()
+    handle.state_dict()
+    optimizer.step()
+    assert said and handle.state_dict()
