@@ -182,6 +182,7 @@ class Session:
                 self.updates.optimizers.parts = parts
                 self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
+        self.updates.since_meeting = 0
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""

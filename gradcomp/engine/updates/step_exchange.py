@@ -70,7 +70,7 @@ _KEEPS_WEIGHTS = (
     'the training may diverge. Take the spec "blocks", which exchanges gradients, or another optimizer'
 )
 
-# After the first so many exchanges of an optimizer, and then every so many, the ranks compare their weights.
+# After the first so many exchanges since the ranks met, and then every so many, they compare their weights.
 FIRST_COMPARED, COMPARED_EVERY = (10, 100), 1000
 _APART = (
     "after {count}, {parted}: updates move all ranks alike, so the program moves weights on some ranks only, or by each "
@@ -85,7 +85,8 @@ class StepExchange:
     gradients: this rank's own, of the last backward pass. given_momentum: the spec's, in place of the optimizers'.
     has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
     has_seen_gradients: ever. lags: other ranks step, and this one has no batch. in_step: steps under way, as in a closure.
-    keeps_residuals: also where an optimizer's state is loaded.
+    keeps_residuals: also where an optimizer's state is loaded. since_meeting: exchanges since the ranks met, as many on a
+    rank that joins.
     """
 
     session: Any  # which has this object
@@ -97,7 +98,7 @@ class StepExchange:
         self.has_gradients = self.has_unchecked_gradients = self.has_seen_gradients = self.lags = False
         self.given_momentum: Momentum | None = None
         self.in_step = 0
-        self.keeps_residuals = False
+        self.keeps_residuals, self.since_meeting = False, 0
         self._passes = 0  # backward passes since the last step of any optimizer that trains the parameters
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []  # since the last backward pass
         self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in session.slots.slots)
@@ -330,8 +331,9 @@ class StepExchange:
                     bucket.progress.go_back()
             raise
         trained.exchanges += 1
-        if size > 1 and (trained.exchanges in FIRST_COMPARED or trained.exchanges % COMPARED_EVERY == 0):
-            self._compare(f"{trained.exchanges} steps")
+        self.since_meeting += 1
+        if size > 1 and (self.since_meeting in FIRST_COMPARED or self.since_meeting % COMPARED_EVERY == 0):
+            self._compare(f"{self.since_meeting} steps")
         self._passes = 0
         self._stepped.append(weakref.ref(optimizer))
 
