@@ -90,6 +90,15 @@ def joins_at_once(kind: Any, spec: str | None) -> Tensor:
     return run.weights
 
 
+def joins_with_decay(kind: Any, spec: str | None) -> Tensor:
+    """The decay of weights goes on at full strength, as under DDP alone."""
+    decayed = {sgd: lambda each: torch.optim.SGD(each, 0.02, momentum=0.9, weight_decay=0.5)}.get(kind, kind)
+    run = made(decayed, spec)
+    with run.whole.join():
+        run.train(2 + 6 * rank())
+    return run.weights
+
+
 def joins_and_accumulates(kind: Any, spec: str | None) -> Tensor:
     run = made(kind, spec)
     with run.whole.join():
@@ -161,7 +170,17 @@ def equal(tensors: list[Tensor]) -> None:
     assert torch.equal(*every)
 
 
-OTHERS = (joins_at_once, joins_and_accumulates, accumulate_unevenly, lbfgs, replace_the_optimizer, climb, change)
+OTHERS = (
+    joins_at_once,
+    joins_with_decay,
+    joins_and_accumulates,
+    accumulate_unevenly,
+    lbfgs,
+    replace_the_optimizer,
+    climb,
+    change,
+)
+ALIKE["joins_with_decay"] = joins_with_decay
 EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}
 
 

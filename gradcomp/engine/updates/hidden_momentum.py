@@ -150,6 +150,17 @@ class HiddenMomentum:
             self._last[id(group)] = {name: group[name] for name in values}, values
             group |= values
 
+    @torch.no_grad()
+    def decay_weights(self) -> None:
+        """Do what is left of a step without a gradient: weight decay, which all ranks share in."""
+        if (optimizer := self._optimizer()) is None:
+            return
+        of_gradients = class_of(optimizer) is torch.optim.SGD
+        for group in optimizer.param_groups:
+            share = float(group["lr"]) * float(group["weight_decay"]) if of_gradients else decay_of(optimizer, group)
+            if share:
+                torch._foreach_mul_([each for each in group["params"] if each.requires_grad], 1 - share)
+
     def show(self) -> None:
         """Show the optimizer's own settings again, of all sessions."""
         if (optimizer := self._optimizer()) is None:

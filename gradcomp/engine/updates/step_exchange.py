@@ -194,8 +194,9 @@ class StepExchange:
             raise RuntimeError(_NEVER_STEPPED)
         stepped, self._stepped = self._stepped, []
         for each in stepped:
-            if (optimizer := each()) is not None:
-                self.before(optimizer)
+            if (optimizer := each()) is not None and (momentum := self.before(optimizer)) is not None:
+                momentum.hide()
+                momentum.decay_weights()
                 self.after(optimizer)
 
     # Around a step.
