@@ -119,8 +119,8 @@ UPDATES_FAULTS: Table = {
                 "",
             ),
             "the moments of gradients in between are lost in the next change to updates": (
-                "        self._end_spent(optimizer)\n\n    @torch",
-                "\n    @torch",
+                "        self._end_spent(optimizer)\n\n    def show_in",
+                "\n    def show_in",
             ),
             "a change before a step leaves every rank its own gradients": (
                 "                local(grad).copy_(slot.shaped(own))\n",
