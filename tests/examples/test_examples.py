@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -61,10 +63,16 @@ def entire(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def is_free(port: int) -> bool:
+    """Say whether nobody listens on a port. It is none that a connection of some program takes by itself."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def run(name: str, *arguments: str, killed_at: tuple[int, ...] = (0, 0)) -> list[dict[str, Any]]:
     """Run an example on two ranks. Hold the survivors to equal weights."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = next(filter(is_free, random.sample(range(20_000, 30_000), 100)))
     dies = {rank: -signal.SIGKILL for rank, at in enumerate(killed_at) if at}
     found = ranks.launch(example, 2, name, port, list(killed_at), *arguments, seconds=60, dies=dies)
     for own in found:
