@@ -182,7 +182,7 @@ class _Beginning:
 
 def _bits_of(weights: str | Compressor) -> int:
     """Return the bits in which weights travel."""
-    compressor = make(weights)
+    compressor = make(weights) if isinstance(weights, (str, Compressor)) else weights
     if not isinstance(compressor, Blocks):
         raise ValueError(_NOT_BLOCKS.format(spec=compressor))
     return compressor.bits

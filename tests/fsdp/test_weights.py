@@ -147,7 +147,12 @@ def losses_of(mesh: Any) -> dict[str, float]:
 def said(mesh: Any) -> dict[str, Any]:
     """Return errors and warnings, by what causes them."""
     found: dict[str, Any] = {}
-    cases = {"topk": "topk", "with memory": "blocks:feedback=true", "unlike": f"blocks:bits={5 + dist.get_rank()}"}
+    cases: dict[str, Any] = {
+        "number": 8,
+        "topk": "topk",
+        "with memory": "blocks:feedback=true",
+        "unlike": f"blocks:bits={5 + dist.get_rank()}",
+    }
     for case, weights in cases.items():
         with pytest.raises(ValueError) as refused:
             gradcomp.fsdp.attach(wrapped(blocks(), mesh), "blocks", weights=weights)
@@ -216,7 +221,8 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
 def test_what_cannot_be_rounded_is_named() -> None:
     for number, rank in enumerate(launched()):
         said = rank["said"]
-        assert "weights= got topk" in said["topk"] and "weights= got blocks:feedback=true" in said["with memory"]
+        assert "weights= got topk" in said["topk"] and "weights= got 8; weights travel as blocks" in said["number"]
+        assert "weights= got blocks:feedback=true" in said["with memory"]
         assert "weights: rank 0 has 'blocks:bits=5', rank 1 has 'blocks:bits=6'" in said["unlike"]
         assert said["exchanges"] == "gradients, over shards, and gathers weights as blocks:bits=8"
         wanted = ["the weights of '2' travel whole, since torch gathers them as uint8", "this mesh has one shard"]
