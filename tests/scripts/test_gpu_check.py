@@ -141,14 +141,6 @@ def interrupted(clock: Clock) -> Record:
     raise KeyboardInterrupt
 
 
-def interrupted_later(clock: Clock) -> Record:
-    """Wait until the stage beside it has begun a command."""
-    beside = clock.log.with_name("log-slow.log")
-    while not (beside.exists() and "$ sh" in beside.read_text()):
-        time.sleep(0.01)
-    raise KeyboardInterrupt
-
-
 def test_a_call_leaves_its_results_in_two_files_however_its_stages_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,9 +169,9 @@ def test_a_call_leaves_its_results_in_two_files_however_its_stages_end(
 
 
 def test_an_interrupted_stage_ends_those_beside_it(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began, later = time.monotonic(), lambda clock: time.sleep(3) or interrupted(clock)
     with pytest.raises(KeyboardInterrupt):
-        stages.run([[Stage("slow", hanging, 50), Stage("ended", interrupted_later, 50)]], 50, tmp_path / "log", {}, len)
+        stages.run([[Stage("slow", hanging, 50), Stage("ended", later, 50)]], 50, tmp_path / "log", {}, len)
     assert time.monotonic() - began < 40
     assert "=== slow\n$ sh" in (tmp_path / "log").read_text()
 
