@@ -124,13 +124,14 @@ def attach(
     slots = [ModuleSlot(name, find, of.device) for of in modules for name, find in of.that_train()]
     frozen = {name: find for of in modules for name, find in of.that_train(False)}
     shards = None if mesh.shards is None else TorchNetwork(mesh.shards, device)
+    gathered = None if bits is None or shards is None else GatheredWeights(bits, shards)
     replicated = None if mesh.replicas is None else TorchNetwork(mesh.replicas, device)
     network = replicated or shards or TorchNetwork(mesh.any, device)
     if mesh.replicas is not None and (offloaded := slots[0].layer.device) != network.device:
         network = TorchNetwork(mesh.replicas, offloaded)
     handle = _Handle(
         spec,
-        ModuleSlots(slots, frozen, shards, "whole" if bits is None else f"blocks:bits={bits}"),
+        ModuleSlots(slots, frozen, shards, str(gathered or "whole")),
         network,
         Options(seed=seed),
         ModuleDoor(
@@ -146,7 +147,6 @@ def attach(
         session.membership.axes.append(Membership(shards))
     if bits is not None and shards is None:
         warn_user(_ONE_SHARD)
-    gathered = None if bits is None or shards is None else GatheredWeights(bits, shards)
     handle.modules = Modules(session, shards, replicated, gathered)
     session.meet()
     if mesh.replicas is not None:

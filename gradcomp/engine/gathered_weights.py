@@ -41,7 +41,7 @@ class Division:
 
     @classmethod
     def of(cls, shards: Sequence[tuple[int, int]]) -> Division:
-        """Divide shards, of which the entries and dimensions of each parameter are known."""
+        """Choose the parameters to round. shards: how many entries and dimensions each parameter has."""
         return cls([size for size, _ in shards], [size >= SMALLEST and dimensions > 1 for size, dimensions in shards])
 
     def split(self, shard: Tensor) -> tuple[list[Tensor], list[Tensor]]:
