@@ -30,9 +30,9 @@ class Door(by_ddp.Door):
         mesh = init_device_mesh("cpu", (replicas, self._shards), mesh_dim_names=("replicate", "shard"))
         if name == "none" or replicas == 1:  # then shards alone
             mesh = mesh["shard"]
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if name == "bf16" else None)
-        if name in ("mixed", "weights"):
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed, halved = name.startswith(("mixed", "weights")), name.endswith("bf16")
+        reduced = torch.bfloat16 if halved else torch.float32 if mixed else None
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=reduced)
         sequences = [each for each in model.modules() if isinstance(each, nn.Sequential)]
         parts = [part for sequence in sequences for part in sequence if any(True for _ in part.parameters())]
         for part in (*reversed(parts), model):
@@ -47,7 +47,7 @@ class Door(by_ddp.Door):
                 reduction: Any = _REDUCTIONS[name]()
                 module.set_custom_reduce_scatter(reduction)
         sent = 0 if name == "none" else entries - entries // self._shards + (entries // self._shards if replicas > 1 else 0)
-        return Fitted(model, optimizer, lambda: (2 if name == "bf16" else 4) * sent)
+        return Fitted(model, optimizer, lambda: (2 if halved else 4) * sent)
 
 
 class Own:
@@ -75,4 +75,4 @@ class AllToAll(Own):
         torch.mean(received.view(group.size(), -1), 0, out=output_tensor)
 
 
-_REDUCTIONS: dict[str, type[Own]] = {"none": Own, "alltoall": AllToAll}
+_REDUCTIONS: dict[str, type[Own]] = {"none": Own, "alltoall": AllToAll, "mixed-alltoall": AllToAll}

@@ -11,7 +11,7 @@ from laboratory.report import columns, figure
 from laboratory.timing import Spread, median_bounds
 
 # The ways that every other is compared with: no exchange, and those that a user has without gradcomp.
-RIVALS = ("none", "stock", "bf16", "alltoall")
+RIVALS = ("none", "stock", "bf16", "alltoall", "mixed", "mixed-bf16", "mixed-alltoall")
 # The rounds that a way is compared in.
 PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 

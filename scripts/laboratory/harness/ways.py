@@ -57,9 +57,11 @@ OTHERS = {
     ),
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
     "mixed": Other(("fsdp", "hsdp"), "FSDP2 with weights in bfloat16 and gradients in float32", "mixed"),
+    "mixed-bf16": Other(("fsdp", "hsdp"), "FSDP2 with weights and gradients in bfloat16", "mixed-bf16"),
+    "mixed-alltoall": Other(("fsdp",), "mixed with its reduce-scatter by an all-to-all", "mixed-alltoall"),
     "weights": Other(
         ("fsdp", "hsdp"),
-        "the same with blocks for gradients, and for weights; in a study, simulated, with dense gradients",
+        "mixed with blocks for gradients, and for weights; in a study, simulated, with dense gradients",
         "weights:bits=8",
         r":bits=([2-8])",
     ),
