@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fsdp_models import RANKS, error, inputs, loss, mesh_of, whole_grads
 from ranks import join, launch, once
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +27,7 @@ import gradcomp.fsdp
 
 # The largest squared error of gathered weights.
 ERRORS = {8: 2e-5, 6: 4e-4, 5: 2e-3, 4: 1e-2}
+SIDE = 256  # of the layers whose memory is counted
 ROUNDED = ("up.weight", "down.weight", "frozen.weight")
 IN_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -144,6 +150,46 @@ def losses_of(mesh: Any) -> dict[str, float]:
     return found
 
 
+def peaks(mesh: Any) -> list[float]:
+    """Return the largest memory in a forward pass, without rounded weights and with them, in bytes for each entry of a layer."""
+    found = []
+    for weights in (None, "blocks:bits=8"):
+        model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+        for each in (*model, model):
+            fully_shard(each, mesh=mesh, mp_policy=IN_BFLOAT16)
+        gradcomp.fsdp.attach(model, "dense", weights=weights)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        for number in range(2):
+            with torch.no_grad(), tracker if number else nullcontext():
+                model(torch.ones(2, SIDE))
+        found.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] / SIDE**2)
+    return found
+
+
+def carried(mesh: Any, both: Any, folder: str) -> dict[str, bool]:
+    """Train a step, save, and load on half as many shards: what had rounded weights without them, and the other way round."""
+    found = {}
+    for before, after in (("blocks:bits=4", None), (None, "blocks:bits=4")):
+        states = []
+        for weights, shards, seed in ((before, mesh, 0), (after, both["shard"], 1)):
+            model = blocks()
+            model.load_state_dict({name: each + seed for name, each in model.state_dict().items()})
+            gradcomp.fsdp.attach(wrapped(model, shards), "dense", weights=weights)
+            optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), 0.1)
+            if not seed:
+                loss(model, inputs(0)[dist.get_rank()]).backward()
+                optimizer.step()
+                dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/{after}")
+            else:
+                state = get_model_state_dict(model)
+                dcp.load(state, checkpoint_id=f"{folder}/{after}")
+                set_model_state_dict(model, state)
+            states.append({name: each.full_tensor() for name, each in model.state_dict().items()})
+        found[f"{before} to {after}"] = all(torch.equal(states[1][name], each) for name, each in states[0].items())
+    return found
+
+
 def said(mesh: Any) -> dict[str, Any]:
     """Return errors and warnings, by what causes them."""
     found: dict[str, Any] = {}
@@ -169,17 +215,19 @@ def said(mesh: Any) -> dict[str, Any]:
     return found | {"warned": [str(each.message) for each in every], "exchanges": handle.modules.exchanges}
 
 
-def program() -> dict[str, Any]:
+def program(folder: str) -> dict[str, Any]:
     join()
     mesh = mesh_of("shards")
     found = {case: make(mesh) for case, make in CASES.items()}
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return found | {"of two": outcome(blocks(), both["shard"]), "not finite": losses_of(mesh), "said": said(mesh)}
+    found |= {"of two": outcome(blocks(), both["shard"]), "carried": carried(mesh, both, folder)}
+    return found | {"not finite": losses_of(mesh), "said": said(mesh), "peaks": peaks(mesh)}
 
 
 @once
 def launched() -> list[dict[str, Any]]:
-    return launch(program, RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(program, RANKS, folder)
 
 
 @pytest.mark.parametrize("case", [*CASES, "of two"])
@@ -211,6 +259,18 @@ def test_bytes_are_those_of_the_blocks_and_of_the_small_parameters(bits: int) ->
     wanted = 3 * 2 * 2 * (rounded * (bits + 0.25) / 8 + whole)
     for rank in launched():
         assert wanted < rank[f"{bits} bits"]["stats"]["weight_bytes_sent"] < 1.02 * wanted
+
+
+def test_a_gather_takes_the_memory_of_a_shard_and_of_one_layer_s_payloads() -> None:
+    """The shard in float32, and a payload of 8.25 bits an entry for each rank, and this one's own."""
+    for rank in launched():
+        without, rounded = rank["peaks"]
+        assert 0 < rounded - without < 4 / RANKS + 1.02 * (1 + 1 / RANKS) * 8.25 / 8
+
+
+def test_checkpoints_are_exact_and_load_with_and_without_rounded_weights_on_other_shards() -> None:
+    for rank in launched():
+        assert rank["carried"] == {"blocks:bits=4 to None": True, "None to blocks:bits=4": True}
 
 
 def test_what_is_not_finite_on_one_rank_is_so_on_all() -> None:
