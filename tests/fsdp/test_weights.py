@@ -151,7 +151,7 @@ def losses_of(mesh: Any) -> dict[str, float]:
 
 
 def peaks(mesh: Any) -> list[float]:
-    """Return the largest memory in a forward pass, without rounded weights and with them, in bytes for each entry of a layer."""
+    """Return the largest memory in a forward pass, without rounded weights and with them, in bytes an entry of a layer."""
     found = []
     for weights in (None, "blocks:bits=8"):
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))

@@ -15,12 +15,14 @@ pytest.importorskip("sklearn", reason="the tasks were NOT tested: scikit-learn i
 pytest.importorskip("PIL", reason="the tasks were NOT tested: Pillow is not installed")
 
 from PIL import Image
+from torch import Tensor
 
 from gradcomp.engine.updates.steps import exchanged
 from laboratory.harness.measured import Training
 from laboratory.harness.simulated import RoundedWeights, Updates, train
 from laboratory.main import main
-from laboratory.tasks import cifar, table, texts
+from laboratory.options import Refused
+from laboratory.tasks import cifar, pitch, table, texts
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings, optimizer_of
 from laboratory.tasks.texts import Transformer
@@ -30,7 +32,7 @@ WITH_DATA = [name for name, task in TASKS.items() if task.source is not None]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write files like the real ones: 40 pictures of one colour each, ten of them for the test; a text of 8,000 bytes."""
+    """Write files like the real ones: 40 pictures of one colour each, ten for the test; a text of 8,000 bytes; a net."""
     folder = tmp_path_factory.mktemp("data")
     files = []
     for i in range(40):
@@ -41,6 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     label, test = numpy.arange(40, dtype=numpy.uint8) % 10, numpy.arange(40) >= 30
     numpy.savez(folder / "cifar10-25k.npz", jpeg=numpy.concatenate(files), ends=ends, label=label, test=test)
     (folder / "tinyshakespeare.txt").write_bytes(bytes(i * i % 251 for i in range(8000)))
+    torch.save(pitch.Crepe().state_dict(), folder / "tiny.pth")
     return folder
 
 
@@ -64,10 +67,10 @@ def test_two_steps_of_every_task_through_the_command_line(
         assert lines["dense"]["compression"] == 1 < lines[specs]["compression"]
         assert TASKS[name].source is not None and task["data"].startswith(TASKS[name].source.name)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "data").iterdir()}
-    assert len(made) == 2  # both nets read the same pictures
+    assert len(made) == 3  # both nets read the same pictures
     capsys.readouterr()
     assert main([*given, *places, "--data", str(data)]) == 0
-    assert "12 measurements, 12 of them finished" in capsys.readouterr().out
+    assert "16 measurements, 16 of them finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
@@ -156,6 +159,33 @@ def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> 
         model = Transformer(0, own.width, own.depth) if own.beta2 else cifar.residual(0, own.width, own.depth)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
+
+
+def test_the_tone_of_a_class_has_its_pitch_and_a_perfect_net_is_right() -> None:
+    frames, classes = pitch.tones(50, torch.Generator().manual_seed(0))
+    hertz = pitch.FIRST * 2 ** (pitch.CENTS * classes / 1200)
+    assert 65 <= hertz.min() < 130 and 500 < hertz.max() <= 1000 and torch.allclose(frames.std(1), torch.ones(50))
+    assert pytest.approx(pitch.FIRST, abs=0.02) == 31.7  # the frequency that CREPE gives for its first class
+    strength = pitch.tones(1, torch.Generator().manual_seed(3))[0][0].double()
+    wanted = pitch.FIRST * 2 ** (pitch.CENTS * float(pitch.tones(1, torch.Generator().manual_seed(3))[1]) / 1200)
+    time = torch.arange(pitch.FRAME) / pitch.PER_SECOND
+    heard = [complex((strength * torch.exp(-2j * math.pi * wanted * by * time)).sum()) for by in (1.0, 1.5)]
+    assert abs(heard[0]) > 3 * abs(heard[1])
+    assert pitch.accuracy(Oracle()) == 100
+    with pytest.raises(Refused, match="width=64 is not the 128 of CREPE's tiny net"):
+        pitch.job(TASKS["pitch"].defaults._replace(width=64), 0, 2, {})
+
+
+class Oracle(torch.nn.Module):
+    """Knows the held-out tones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = pitch.tones(pitch.HELD_OUT, torch.Generator().manual_seed(1))[1]
+
+    def forward(self, frames: Tensor) -> Tensor:
+        own, self.left = self.left[: len(frames)], self.left[len(frames) :]
+        return -(torch.arange(pitch.CLASSES) - own[:, None]).abs()
 
 
 def test_pictures_are_decoded_and_split(data: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from laboratory.options import Refused
-from laboratory.tasks import cifar, digits, texts
+from laboratory.tasks import cifar, digits, pitch, texts
 from laboratory.tasks.task import Arrays, Settings, Source, Task
 
 OF_DIGITS = Settings(lr=0.02, steps=600, momentum=0.9, batch=8, width=digits.WIDTH, clip=0)
@@ -23,6 +23,7 @@ OF_PICTURES = Settings(lr=0.1, steps=800, momentum=0.9, batch=32, width=16, clip
 OF_BYTES = Settings(
     lr=0.001, steps=500, momentum=0.9, batch=8, width=160, clip=1.0, weight_decay=0.1, warmup=0.05, beta2=0.95, depth=4
 )
+OF_TONES = Settings(lr=0.0005, steps=200, momentum=0.9, batch=4, width=pitch.CHANNELS[1], clip=0, warmup=0.05, beta2=0.999)
 
 ACCURACY, PERPLEXITY = ("accuracy in %", True), ("perplexity of a byte", False)
 
@@ -50,6 +51,15 @@ TASKS = {
         texts.job,
         "Shakespeare's bytes with a transformer of 1.3 million parameters",
         texts.SHAKESPEARE,
+        "adamw",
+        "cosine",
+    ),
+    "pitch": Task(
+        OF_TONES,
+        *ACCURACY,
+        pitch.job,
+        "the pitch of noisy tones, fine-tuning a net of 0.5 million parameters",
+        pitch.SOURCE,
         "adamw",
         "cosine",
     ),
