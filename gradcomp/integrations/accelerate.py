@@ -28,7 +28,8 @@ __all__ = ["Handler"]
 
 _OTHER_WAY = (
     "gradcomp compresses what DistributedDataParallel exchanges, but this training runs as {way}, which exchanges gradients "
-    "by itself; with FSDP2, call gradcomp.fsdp.attach() after prepare(); else: accelerate launch --multi_gpu, or torchrun"
+    "by itself; with FSDP2, call gradcomp.fsdp.attach() after prepare(), or in on_train_begin() of a Trainer's callback; else: "
+    "accelerate launch --multi_gpu, or torchrun"
 )
 _UNWRAPPED = (
     "no model has been wrapped in DistributedDataParallel with this Handler: set accelerator.ddp_handler before "

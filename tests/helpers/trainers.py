@@ -62,13 +62,22 @@ def finish(folder: Path, found: dict[str, Any], version: str) -> None:
     os._exit(0)
 
 
+def take_cpus_for_gpus() -> None:
+    """Let Accelerate take these ranks' CPUs, over gloo, for the GPUs on which alone it has FSDP2. All else is its own."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
 def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def net() -> torch.nn.Module:
+def net(width: int = 64) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
+    return torch.nn.Sequential(torch.nn.Linear(20, width), torch.nn.ReLU(), torch.nn.Linear(width, 5))
 
 
 def data(size: int) -> torch.utils.data.TensorDataset:

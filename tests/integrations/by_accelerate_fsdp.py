@@ -1,7 +1,4 @@
-"""Trains a small net by Accelerate and FSDP2 on these ranks: torchrun by_accelerate_fsdp.py FOLDER.
-
-Accelerate takes FSDP2 on GPUs only, and its constructor decides that. So its state is told after it, and all else is its own.
-"""
+"""Trains a small net by Accelerate and FSDP2 on four ranks: torchrun by_accelerate_fsdp.py FOLDER."""
 
 from __future__ import annotations
 
@@ -13,51 +10,48 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, __version__
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, ParallelismConfig
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate.utils import ParallelismConfig
 from torch.nn.functional import cross_entropy
-from trainers import finish, net
+from trainers import finish, net, take_cpus_for_gpus
 
 import gradcomp.fsdp
 
-
-def mesh_of() -> ParallelismConfig:
-    """Make Accelerate's own configuration of two by two ranks, with a mesh of ours."""
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    names = ("dp_replicate", "dp_shard")
-    config.device_mesh = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    mesh[names]._flatten("dp")
-    mesh["dp_shard"]._flatten("dp_shard_cp")
-    mesh[names]._flatten("dp_cp")
-    return config
+folder = Path(sys.argv[1])
+SIZES: dict[str, dict[str, int]] = {"shards": {"dp_shard_size": 4}, "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2}}
+STEPS = 8
 
 
-def train(spec: str | None, is_hybrid: bool, steps: int = 8) -> dict[str, Any]:
-    """is_hybrid: on a mesh of replicas and shards; otherwise all ranks have shards."""
-    AcceleratorState._reset_state()  # of the training before
-    accelerator = Accelerator(cpu=True)
-    options: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100, "cpu_ram_efficient_loading": False}
-    state = accelerator.state
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin(fsdp_version=2, **options)
-    state.parallelism_config = mesh_of() if is_hybrid else None
-    state.device_mesh = state.parallelism_config and state.parallelism_config.device_mesh
-    model = net()
+def train(name: str, mesh: str, spec: str | None, weights: str | None = None, resumes: str | None = None) -> dict[str, Any]:
+    """Train, and save in mid-training, or go on from what another training saved there."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the training before
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**SIZES[mesh]))
+    model = net(256)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
-    handle = gradcomp.fsdp.attach(model, spec) if spec else None
-    losses = []
-    for step in range(steps):
+    handle = gradcomp.fsdp.attach(model, spec, weights=weights) if spec else None
+    if resumes:
+        accelerator.load_state(str(folder / resumes))
+    losses, norms = [], []
+    for step in range(STEPS // 2 if resumes else 0, STEPS):
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(4 * step + dist.get_rank()))
         loss = cross_entropy(model(x), x[:, :5].argmax(1))
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()])
-    return {"weights": weights, "losses": losses, "exchanges": handle and handle.stats()["exchanges"]}
+        if step == STEPS // 2 - 1:
+            accelerator.save_state(str(folder / name))
+    found = torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()])
+    return {"weights": found, "losses": losses, "norms": norms, "stats": handle and handle.stats()}
 
 
+take_cpus_for_gpus()
 found: dict[str, Any] = {}
-for spec in (None, "dense", "blocks"):
-    found |= {f"shards {spec}": train(spec, False), f"hybrid {spec}": train(spec, True)}
-finish(Path(sys.argv[1]), found, __version__)
+for mesh in SIZES:
+    for spec in (None, "dense", "blocks"):
+        found[f"{mesh} {spec}"] = train(f"{mesh}-{spec}", mesh, spec)
+    found[f"{mesh} gathered"] = train(f"{mesh}-gathered", mesh, "blocks", "blocks:bits=8")
+    found[f"{mesh} resumed"] = train("again", mesh, "blocks", "blocks:bits=8", f"{mesh}-gathered")
+found["hybrid topk"] = train("topk", "hybrid", "topk:ratio=0.1", "blocks:bits=8")
+finish(folder, found, __version__)
