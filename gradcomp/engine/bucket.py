@@ -107,6 +107,8 @@ class Bucket:
         frozen = context.frozen(self.layout) if context.frozen_layers else ()
         if self.progress is None:
             return self._collect_gradients(context, frozen)
+        if frozen and self.of_weights:
+            frozen = self.progress.still(frozen)
         if frozen or self.frozen.residuals:
             self.frozen.put_back(frozen)
             self.frozen.set_aside(frozen)

@@ -118,6 +118,11 @@ class Weights:
             self.arrays[i].copy_(self._slots[i].flat(self._local[i].data))
         return self.arrays
 
+    def has_gradient(self, layer: int) -> bool:
+        """Say whether a layer has a gradient, without which no optimizer moves it."""
+        parameter = self._slots[layer].parameter
+        return parameter is not None and parameter.grad is not None
+
     def written(self) -> None:
         """Give copies back to their parameters."""
         for i in self.copied:
@@ -155,6 +160,16 @@ class Progress:
         """Copy the weights before a step."""
         assert self.weights is not None
         kernels.flatten(self.weights.read(), self.start)
+
+    def still(self, layers: Sequence[int]) -> Sequence[int]:
+        """Return those of some layers that the step has left alone: it moves a layer that was frozen after backward(), too."""
+        assert self.weights is not None
+        if not (doubtful := [each for each in layers if self.weights.has_gradient(each)]):
+            return layers
+        arrays, starts = self.weights.read(), self.start.split(self.layout.sizes)
+        have_moved = torch.stack([(arrays[each].float() != starts[each]).any() for each in doubtful]).tolist()
+        moved = {each for each, has_moved in zip(doubtful, have_moved, strict=True) if has_moved}
+        return [each for each in layers if each not in moved]
 
     def offer(self, context: StepContext, step: int, frozen: Sequence[int]) -> Acc:
         """Add start minus now to the residual, and offer a share of it. The weights return to their start.

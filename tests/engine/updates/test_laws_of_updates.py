@@ -220,6 +220,20 @@ def test_a_frozen_layer_does_not_move_and_its_residual_comes_back(spec: str) -> 
         assert waits["a"].any() and not torch.equal(ours.residual()["a"], waits["a"])
 
 
+@pytest.mark.parametrize("spec", KEEP)
+def test_a_layer_that_is_frozen_after_backward_and_moved_by_the_step_is_exchanged(spec: str) -> None:
+    """As in a GAN that freezes one network while the other one's gradients come, and steps both at the end."""
+    ours, same = (Replicas(spec, partial(SGD, lr=RATE), SHAPES, 2) for _ in range(2))
+    for step in range(4):
+        for each in (ours, same):
+            each.exchange(drawn(step, 2))
+        ours.freeze("a", "scalar")
+        ours.step()
+        same.step()
+        ours.freeze()
+    ours.ends_as(same, 0, 0)
+
+
 def test_of_a_layer_that_is_frozen_and_unfrozen_nothing_is_lost() -> None:
     for spec in ("topk:ratio=0.05", "sdagc:density=0.05", "sign"):
         ours = Replicas(spec, of_sgd, SHAPES, 2, size=0)
