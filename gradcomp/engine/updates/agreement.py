@@ -52,7 +52,9 @@ class Agreement:
         self._spoilt = 0  # the latest passes on end that were not finite
 
     def begin(self, kind: float, number: int, step: int, poison: Tensor | None = None) -> None:
-        """Begin to exchange records. number: of the optimizer. poison: a float, not 0 where a gradient is not finite."""
+        """Begin to exchange records. number: of the optimizer. poison: a float: not 0 where a gradient is not finite, 1
+        where a step is skipped.
+        """
         if self._found is not None:
             self._look(self._found.all())
         device = self._network.device
@@ -62,7 +64,7 @@ class Agreement:
         self._answer = self._network.start(Gather(Payload(_FORM, record.view(torch.uint8), {})), "agreement of the ranks")
 
     def end(self) -> Tensor | None:
-        """End the exchange. Return 0 if all gradients are finite, otherwise Inf or NaN, where the records lie.
+        """End the exchange. Return the sum of the ranks' poison, where the records lie.
 
         None if no exchange is under way.
         """

@@ -309,15 +309,17 @@ class StepExchange:
             self._leave_out(buckets)
         assert trained.reducer is not None
         size = self.session.network.world.size
+        skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
+        on_cpu = skipped if isinstance(skipped, Tensor) and not skipped.is_cuda else None
         try:
             if size > 1:
                 if buckets and not trained.exchanges and (key := kept_weights(optimizer)):
                     warn_user(_KEEPS_WEIGHTS.format(name=class_of(optimizer).__name__, key=key))
-                self._agreement.begin(STEP, trained.number, trained.reducer.steps_done)
-            skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
-            if isinstance(skipped, Tensor) and not skipped.is_cuda and bool(skipped):
-                self._agreement.end()
-                return
+                self._agreement.begin(STEP, trained.number, trained.reducer.steps_done, on_cpu)
+            if on_cpu is not None:
+                of_ranks = self._agreement.end()
+                if (on_cpu if of_ranks is None else of_ranks) == size:  # one that skips it alone offers nothing
+                    return
             self._note_rules(optimizer, trained)
             for bucket in buckets:
                 assert bucket.progress is not None

@@ -105,6 +105,21 @@ def test_a_skipped_step_exchanges_nothing_and_changes_no_state(case: str, spec: 
     assert all(torch.equal(each, pair.ours.copied()[name]) for name, each in weights.items())
 
 
+@pytest.mark.parametrize("spec", ["topk:ratio=1,wire=exact", "sign", "orq"])
+def test_a_step_that_one_rank_alone_skips_takes_that_of_the_others(spec: str) -> None:
+    """As where a program spoils its own gradient after backward(), and a fused optimizer leaves out the step."""
+    ours, grads = Replicas(spec, partial(SGD, lr=0.1, fused=True), ranks=2), draw(0, ranks=2)
+    before = ours.copied()
+    ours.exchange(grads)
+    for rank, skips in zip(ours.ranks, (0.0, 1.0), strict=True):
+        rank.optimizer.grad_scale, rank.optimizer.found_inf = torch.tensor(1.0), torch.tensor(skips)  # type: ignore[attr-defined]
+    ours.step()
+    if spec == "topk:ratio=1,wire=exact":
+        for name, now in ours.copied().items():
+            torch.testing.assert_close(now, before[name] - 0.05 * grads[0][name])
+    assert all(torch.equal(ours.ranks[0].weights[name], each) for name, each in ours.ranks[1].weights.items())
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
