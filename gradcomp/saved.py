@@ -15,7 +15,7 @@ from torch import Tensor
 # No count of a training is larger. Kernels add to steps, as 64-bit integers.
 MOST = 2**53
 
-_REMEDY = "the state is damaged; load another one"
+REMEDY = "the state is damaged; load another one"
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def reading() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{_REMEDY} ({type(error).__name__}: {reprlib.repr(str(error))})") from error
+        raise ValueError(f"{REMEDY} ({type(error).__name__}: {reprlib.repr(str(error))})") from error
 
 
 def shown(value: Any) -> str:
@@ -35,9 +35,9 @@ def shown(value: Any) -> str:
 def entry(saved: Any, name: str) -> Any:
     """Return an entry of a dict."""
     if not isinstance(saved, Mapping):
-        raise ValueError(f"the state has a {type(saved).__name__} where a dict with {name!r} was expected: {_REMEDY}")
+        raise ValueError(f"the state has a {type(saved).__name__} where a dict with {name!r} was expected: {REMEDY}")
     if name not in saved:
-        raise ValueError(f"the state has no {name!r}: {_REMEDY}")
+        raise ValueError(f"the state has no {name!r}: {REMEDY}")
     return saved[name]
 
 
@@ -45,7 +45,7 @@ def table(saved: Any, name: str) -> Mapping[str, Any]:
     """Return an entry that is a dict."""
     value = entry(saved, name)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a dict: {_REMEDY}")
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a dict: {REMEDY}")
     return value
 
 
@@ -58,9 +58,9 @@ def sequence(saved: Any, name: str, counts: Sequence[int] = ()) -> list[Any]:
     """Return an entry that is a list or a tuple, with one of these numbers of values if any are given."""
     value = entry(saved, name)
     if isinstance(value, (str, Tensor)) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a list: {_REMEDY}")
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a list: {REMEDY}")
     if counts and len(value) not in counts:
-        raise ValueError(f"{name} has {len(value)} values in the state, not {counts[0]} to {counts[-1]}: {_REMEDY}")
+        raise ValueError(f"{name} has {len(value)} values in the state, not {counts[0]} to {counts[-1]}: {REMEDY}")
     return list(value)
 
 
@@ -68,14 +68,14 @@ def names(saved: Any, name: str) -> list[str]:
     """Return an entry that is a list of names."""
     values = sequence(saved, name)
     if others := [value for value in values if not isinstance(value, str)]:
-        raise ValueError(f"{name} has {shown(others[0])} in the state, which is no name: {_REMEDY}")
+        raise ValueError(f"{name} has {shown(others[0])} in the state, which is no name: {REMEDY}")
     return values
 
 
 def read_bool(saved: Any, name: str) -> bool:
     """Return an entry that is True or False."""
     if not isinstance(value := entry(saved, name), bool):
-        raise ValueError(f"{name}={shown(value)} in the state must be True or False: {_REMEDY}")
+        raise ValueError(f"{name}={shown(value)} in the state must be True or False: {REMEDY}")
     return value
 
 
@@ -93,7 +93,7 @@ def check_int(value: Any, name: str, least: int = 0, most: int = MOST) -> int:
     """Return a whole number in this range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         above = f" and at most {most}" if most < MOST or (isinstance(value, numbers.Integral) and int(value) > most) else ""
-        raise ValueError(f"{name}={shown(value)} in the state must be a whole number of at least {least}{above}: {_REMEDY}")
+        raise ValueError(f"{name}={shown(value)} in the state must be a whole number of at least {least}{above}: {REMEDY}")
     return int(value)
 
 
@@ -101,7 +101,7 @@ def number(saved: Any, name: str, least: float = 0.0) -> float:
     """Return an entry that is a finite number of at least this."""
     value = entry(saved, name)
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= float(value) < math.inf:
-        raise ValueError(f"{name}={shown(value)} in the state must be a number of at least {least:g}: {_REMEDY}")
+        raise ValueError(f"{name}={shown(value)} in the state must be a number of at least {least:g}: {REMEDY}")
     return float(value)
 
 
@@ -119,16 +119,21 @@ def tensor(
     """
     value, what = entry(saved, name), what or name
     if not isinstance(value, Tensor):
-        raise ValueError(f"{what} is a {type(value).__name__} in the state, not a tensor: {_REMEDY}")
+        raise ValueError(f"{what} is a {type(value).__name__} in the state, not a tensor: {REMEDY}")
     if value.layout != torch.strided or value.is_meta or hasattr(value, "to_local"):
-        raise ValueError(f"{what} is sparse, a DTensor or without memory in the state, not a dense tensor: {_REMEDY}")
+        raise ValueError(f"{what} is sparse, a DTensor or without memory in the state, not a dense tensor: {REMEDY}")
     if dtype is not None and value.dtype != dtype:
-        raise ValueError(f"{what} is of type {value.dtype} in the state where {dtype} was expected: {_REMEDY}")
+        raise ValueError(f"{what} is of type {value.dtype} in the state where {dtype} was expected: {REMEDY}")
     if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"{what} has shape {tuple(value.shape)} in the state where {tuple(shape)} was expected: {_REMEDY}")
-    if finite and not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{what} is not finite in the state: {_REMEDY}")
+        raise ValueError(f"{what} has shape {tuple(value.shape)} in the state where {tuple(shape)} was expected: {REMEDY}")
+    if finite and not bool(is_finite(value).all()):
+        raise ValueError(f"{what} is not finite in the state: {REMEDY}")
     return value.detach()
+
+
+def is_finite(value: Tensor) -> Tensor:
+    """Say which entries are finite. torch does not know it of floating-point numbers in 8 bits."""
+    return torch.isfinite(value.float() if value.is_floating_point() and value.dtype.itemsize == 1 else value)
 
 
 def form(value: Any) -> Any:
@@ -143,7 +148,7 @@ def form(value: Any) -> Any:
 def check_form(value: Any, expected: Any, what: str) -> None:
     """Refuse what has another form than it was saved with, and what is not finite."""
     if form(value) != expected:
-        raise ValueError(f"{what} is not of the form with which it was saved: {_REMEDY}")
+        raise ValueError(f"{what} is not of the form with which it was saved: {REMEDY}")
     if isinstance(value, Mapping):
         for name, each in value.items():
             check_form(each, expected[str(name)], f"{what}, {name}")
@@ -155,4 +160,4 @@ def check_form(value: Any, expected: Any, what: str) -> None:
     elif type(value) is int:
         check_int(value, what, -MOST)
     elif isinstance(value, float) and math.isnan(value):
-        raise ValueError(f"{what} is not a number: {_REMEDY}")
+        raise ValueError(f"{what} is not a number: {REMEDY}")

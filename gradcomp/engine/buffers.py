@@ -24,13 +24,13 @@ _UNLIKE = (
 class Buffers:
     """The buffers of a model, found by name: a module may put another tensor in a buffer's place.
 
-    names: of those that become means: of floating-point numbers, and there at set-up. The others stay each rank's own.
-    common: after the last synchronization.
+    names: of those that become means: of floating-point numbers in more than 8 bits, and there at set-up. The others stay each
+    rank's own. common: after the last synchronization.
     """
 
     def __init__(self, model: torch.nn.Module, network: Connection):
         self._model, self._network = model, network
-        self.names = [name for name, each in self.present.items() if each.is_floating_point()]
+        self.names = [name for name, each in self.present.items() if each.is_floating_point() and each.dtype.itemsize > 1]
         self.common: dict[str, Tensor] = {}
         self._sent: dict[str, Tensor] = {}
         self._answers: dict[torch.dtype, Answer] = {}
@@ -143,12 +143,13 @@ class Buffers:
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit. An infinity, as of a mask, is also in the model, or in the state's other copy."""
         for of, name, own in self._saved(state):
-            given = saved.tensor(state[of], name, own.shape, dtype=own.dtype, finite=False).cpu()
+            bad = ~saved.is_finite(saved.tensor(state[of], name, own.shape, dtype=own.dtype, finite=False).cpu())
             other = saved.table(state, "common" if of == "now" else "now").get(name)
             for known in (own, other):
-                if isinstance(known, Tensor) and known.shape == given.shape:
-                    given = given.masked_fill(~known.cpu().isfinite(), 0)
-            saved.tensor({name: given}, name, own.shape)
+                if isinstance(known, Tensor) and known.shape == bad.shape:
+                    bad &= saved.is_finite(known.cpu())
+            if bad.any():
+                raise ValueError(f"{name} is not finite in the state: {saved.REMEDY}")
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

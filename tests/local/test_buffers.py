@@ -26,6 +26,7 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
         self.register_buffer("table", torch.tensor(TABLE, dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("eighth", torch.ones(2).to(torch.float8_e4m3fn))
         self.register_buffer("grown", torch.zeros(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +57,8 @@ def train(
 
 
 def copied(model: Net) -> dict[str, Tensor]:
-    return {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    every = (*model.named_parameters(), *model.named_buffers())
+    return {name: each.detach().clone() for name, each in every if name != "eighth"}
 
 
 def on_ranks() -> dict[str, Any]:
