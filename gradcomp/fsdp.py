@@ -388,6 +388,7 @@ class _Gathering:
                 return None
             self._division = Division(division.sizes, [False] * len(division.sizes))
             warn_user(_WHOLE.format(name=self._module.name, kind=str(input_tensor.dtype).removeprefix("torch.")))
+        self._weights.sent += input_tensor.nbytes * (group.size() - 1)
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
