@@ -196,6 +196,47 @@ def over_alltoall() -> Rows:
     return rows
 
 
+def weights() -> Rows:
+    """Write a row for the bits of gathered weights: by formula, the bytes beside bfloat16's; and scores beside whole weights'."""
+    text = studied("weights", "shakespeare")
+    tones = studied("weights-pitch", "pitch")
+    rows = [
+        [
+            "bits",
+            "bytes of weights",
+            "of a step",
+            "squared error of a weight",
+            f"perplexity worse than {text['dense']['score']:.2f}",
+            f"accuracy worse than {tones['dense']['score']:.2f} %",
+        ]
+    ]
+    for bits, error in WEIGHT_ERRORS.items():
+        each = bits + 0.25  # and gradients of 5.25 bits, in place of 16 twice and 32
+        trained = [of[f"weights:bits={bits}"] for of in (text, tones)]
+        scores = [f"{line['worse_than_dense']:.2f} ({line['worse_at_most']:.2f})" for line in trained]
+        rows.append([f"{bits}", f"{each / 16:.2f}", f"{(2 * each + 5.25) / 64:.2f}", f"below {error:.0e}", *scores])
+    return rows
+
+
+def studied(name: str, task: str) -> dict[str, Line]:
+    """Return the lines of a study, by spec."""
+    return {line["spec"]: line for line in read(RESULTS / f"study-{name}.json")["tasks"][task]["lines"]}
+
+
+def mixed() -> Rows:
+    """Write a row for each way of FSDP2 with few bits: the bytes on a host's interface, and its step over bfloat16 weights'."""
+    runs = sorted(read(RESULTS / "train-fsdp-weights.json")["runs"], key=lambda run: tuple(LINKS).index(run["rate"]))
+    rivals = ("mixed", "mixed-alltoall")
+    links = [cluster(4, run["rate"]).partition(", ")[2] for run in runs]
+    rows = [["way", "MB a step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
+    for at, first in enumerate(runs[0]["lines"]):
+        cells = [ratio(run["lines"][at]["over"].get(rival), "") for rival in rivals for run in runs]
+        rows.append([f"`{first['way']}`", f"{first['interface_bytes_per_step'] / 1e6:.1f}", *cells])
+    return rows
+
+
+# The bits in which weights travel, and the squared error, over that of the weight, that tests/fsdp/test_weights.py allows.
+WEIGHT_ERRORS = {8: 2e-5, 6: 4e-4, 5: 2e-3, 4: 1e-2}
 FSDP2 = {"fsdp": "shards", "hsdp": "replicas of two shards", "replicate": "replicas"}
 TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
 STEP_TIMES: dict[str, Callable[[], Rows]] = {
@@ -211,6 +252,7 @@ PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     DOCS / "usual-loops.md": {"loops": loops, "programs": programs},
     DOCS / "local-steps.md": {"losses": local_steps},
     DOCS / "frameworks.md": {"trainers": lambda: losses(read(RESULTS / "trainers-plain.json")["cells"])},
+    DOCS / "fsdp.md": {"bits": weights, "weights": mixed},
     DOCS / "results.md": {"FSDP2": over_alltoall, "kernels": kernels},
 }
 

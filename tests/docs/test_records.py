@@ -109,6 +109,17 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
         assert door != "fsdp" or (1 < found["alltoall"] / needs < 1.01 and 1 < 2 * found["half"] / needs < 1.01)
 
 
+def test_weights_in_eight_bits_lose_nothing_that_can_be_seen() -> None:
+    lines = {line["spec"]: line for line in record("study-weights-8-bits")["tasks"]["shakespeare"]["lines"]}
+    dense, rounded = lines["dense"], lines["weights:bits=8"]
+    assert len(dense["seeds"]) == len(rounded["seeds"]) == 10 and rounded["worse_than_dense"] < 0
+    said = f"{rounded['worse_than_dense']:.2f} of {dense['score']:.2f} (at most {rounded['worse_at_most']:.2f})"
+    assert f"of the text {said}" in (ROOT / "docs" / "fsdp.md").read_text()
+    (fast,) = (run["lines"] for run in record("train-fsdp-weights")["runs"] if run["rate"] == "10gbit")
+    few = [line["over"]["mixed-alltoall"]["at_most"] for line in fast if line["way"].startswith("weights")]
+    assert len(few) == 3 and min(few) >= 1, "few bits gain nothing over an all-to-all at 10 Gbit/s"
+
+
 def test_every_trainer_has_a_loss_that_is_near() -> None:
     plain = record("trainers-plain")
     every = record("trainers-gpt")["cells"]
