@@ -197,7 +197,7 @@ def over_alltoall() -> Rows:
 
 
 def weights() -> Rows:
-    """Write a row for the bits of gathered weights: by formula, the bytes beside bfloat16's; and scores beside whole weights'."""
+    """Write a row for the bits of gathered weights: bytes beside bfloat16's by formula, and scores beside whole weights'."""
     text = studied("weights", "shakespeare")
     tones = studied("weights-pitch", "pitch")
     rows = [
