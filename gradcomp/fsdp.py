@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradcomp.compressors.blocks import Blocks
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce
-from gradcomp.engine.gathered_weights import TYPES, Division, GatheredWeights
+from gradcomp.engine.gathered_weights import TYPES, Division, GatheredWeights, bits_of
 from gradcomp.engine.meeting import Membership
 from gradcomp.engine.modules import ModuleDoor, Modules, ModuleSlot, ModuleSlots, bytes_of_native
 from gradcomp.engine.reducer import Options, Stats
@@ -63,10 +62,6 @@ _OTHER_LAYERS = (
 _DAMAGED = (
     "the state's residual of {name!r} is no finite DTensor of its parameter's shape and placement: load with "
     "torch.distributed.checkpoint into the result of state_dict(), or the state is damaged"
-)
-_NOT_BLOCKS = (
-    "weights= got {spec}; weights travel as blocks, such as weights='blocks:bits=8': every rank needs all of them in every "
-    "gather, and nothing may wait"
 )
 _ONE_SHARD = "weights= rounds what the shards gather, and this mesh has one shard: nothing is gathered"
 _WHOLE = (
@@ -117,7 +112,7 @@ def attach(
         >>> fully_shard(model, mesh=mesh["shard"])
         >>> handle = gradcomp.fsdp.attach(model, "topk", replicas=mesh["replicate"])
     """
-    bits = None if weights is None else _bits_of(weights)
+    bits = None if weights is None else bits_of(make(weights) if isinstance(weights, str) else weights)
     modules = modules_of(model, _Reduction)
     mesh = groups_of(modules, group_of(replicas))
     device = modules[0].device
@@ -178,14 +173,6 @@ class _Beginning:
         if self._replicas is not None:
             _share_first(model, self._replicas)
             self._replicas = None
-
-
-def _bits_of(weights: str | Compressor) -> int:
-    """Return the bits in which weights travel."""
-    compressor = make(weights) if isinstance(weights, (str, Compressor)) else weights
-    if not isinstance(compressor, Blocks):
-        raise ValueError(_NOT_BLOCKS.format(spec=compressor))
-    return compressor.bits
 
 
 def _tell(model: torch.nn.Module, modules: Sequence[Module], exchange: Modules) -> None:

@@ -48,7 +48,7 @@ gradcomp.local.LocalSteps.step(closure: 'Callable[[], Any] | None' = None) -> 'A
 gradcomp.local.LocalSteps.zero_grad(set_to_none: 'bool' = True) -> 'None'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
-gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float | None' = None, device: 'str | torch.device | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
+gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, fsdp: 'bool' = False, bucket_mb: 'float | None' = None, device: 'str | torch.device | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
 gradcomp.telemetry.JsonLines(folder: 'str | Path')
 gradcomp.telemetry.TensorBoard(folder: 'str | Path')
 gradcomp.telemetry.numbers(record: Record) -> dict[str, float]

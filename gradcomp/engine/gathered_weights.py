@@ -13,15 +13,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradcomp.compressors.blocks import Blocks
+from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Field, Form, Gather, bytes_of
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.rounding import BlockRounding
-from gradcomp.networks import Connection
+from gradcomp.networks import Network
 
 # The types of weights that are gathered rounded.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parameters of fewer entries in a shard travel whole, and so do those of one dimension: norms and biases.
 SMALLEST = 1024
+
+_NOT_BLOCKS = (
+    "weights= got {spec}; weights travel as blocks, such as weights='blocks:bits=8': every rank needs all of them in every "
+    "gather, and nothing may wait"
+)
+
+
+def bits_of(weights: Compressor) -> int:
+    """Return the bits in which weights travel."""
+    if not isinstance(weights, Blocks):
+        raise ValueError(_NOT_BLOCKS.format(spec=weights))
+    return weights.bits
 
 
 @dataclass
@@ -56,7 +70,7 @@ class GatheredWeights:
     sent: bytes since the last step, to all other ranks; sent_in_step: in the last one.
     """
 
-    def __init__(self, bits: int, network: Connection):
+    def __init__(self, bits: int, network: Network):
         self._bits, self._network = bits, network
         self.sent = self.sent_in_step = 0
 

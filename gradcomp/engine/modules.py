@@ -25,7 +25,7 @@ from gradcomp.engine.slots import Slot, Slots, local
 from gradcomp.exchanges.rounded import Rounded
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
-from gradcomp.networks import Connection
+from gradcomp.networks import Connection, Network
 
 _RATES = "{spec} needs the optimizer's learning rates, which are unknown over FSDP2; take {others}"
 _NOT_OVER_SHARDS = (
@@ -138,7 +138,7 @@ class ModuleDoor(Door):
 class Axis:
     """The exchange of the modules' gradients over one axis of the mesh, by a compressor that keeps nothing."""
 
-    def __init__(self, compressor: Rounded, network: Connection, seed: int):
+    def __init__(self, compressor: Rounded, network: Network, seed: int):
         self.compressor, self._network, self._seed = compressor, network, seed
         self._memory = Memory()
         self._states: dict[tuple[int, int], Any] = {}

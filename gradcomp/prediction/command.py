@@ -20,9 +20,14 @@ examples:
   gradcomp predict --model torchvision.models:resnet50 --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms
   gradcomp predict --model shapes.json --ranks 32 --hosts 4 --bandwidth 1Gbit/s --forward 0.1s --backward 0.2s \\
       --specs topk 'topk; *.bias=dense' topk:by_host=true accumulate:steps=4 --json prediction.json
+  gradcomp predict --fsdp --model shapes.json --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms \\
+      --specs 'blocks weights=bf16' 'blocks weights=blocks:bits=8'
 
 --specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
 begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
+
+--fsdp always predicts none, stock, 'stock weights=bf16' and 'bf16 weights=bf16', which also reduces gradients in bfloat16.
+Specs that do not act over shards are left out.
 
 Kernels are timed on this machine, with --threads of torch: run it on a machine like the cluster's."""
 
@@ -45,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", type=float, help="(default: 25, or a quarter of the model for updates)")
     specs = "separated by spaces; quote a spec that has rules for layers (default: every compressor's default)"
     parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
+    parser.add_argument("--fsdp", action="store_true", help="predict FSDP2 over shards on all ranks, in place of DDP")
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -69,6 +75,7 @@ def run(chosen: argparse.Namespace) -> None:
         backward=backward,
         optimizer=optimizer,
         specs=chosen.specs and [spec.strip() for spec in chosen.specs],
+        fsdp=chosen.fsdp,
         bucket_mb=chosen.bucket_mb,
         device=chosen.device,
         tell=_tell,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradcomp.core.requests import World
-from gradcomp.prediction.recording_network import Bucket, Message
+from gradcomp.prediction.recording_network import Bucket, Message, Part
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
@@ -118,6 +118,23 @@ class Step(NamedTuple):
     waiting: float
 
 
+class Sharded(NamedTuple):
+    """A module of FSDP2. share: of the computing. gather, reduce: its weights, and its gradients to the ranks' parts.
+
+    resharded: after forward, so that backward gathers its weights again.
+    """
+
+    share: float
+    gather: tuple[Part, ...]
+    reduce: tuple[Part, ...]
+    resharded: bool = True
+
+    def sent(self, world: World) -> int:
+        """Return the bytes that a rank sends to the others in a step."""
+        messages = [part.message for part in (*self.gather * (1 + self.resharded), *self.reduce) if part.message is not None]
+        return sum(each.bytes * (world.size - 1 if each.kind == "gather" else 1) for each in messages)
+
+
 def step_of(work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> Step:
     """Lay a step out in time.
 
@@ -153,4 +170,48 @@ def step_of(work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> 
             if part.message is not None:
                 free = max(free, now) + link.seconds(part.message, world)
                 done[i] = free
+    return Step(now + work.optimizer, encoding, waiting)
+
+
+def step_over_shards(work: Work, modules: Sequence[Sharded], link: Link, world: World, overlaps: bool) -> Step:
+    """Lay a step of FSDP2 out in time.
+
+    The weights of the next module arrive, and the gradients of the one before leave, while a module computes; without
+    `overlaps`, as on a CPU, the rank waits for each message at once. The network carries one message after the other.
+    """
+    now = free = encoding = waiting = 0.0
+
+    def begin(parts: Sequence[Part]) -> tuple[float, Sequence[Part]]:
+        """Do the first part. Return when its message has arrived, and the other parts."""
+        nonlocal now, free, encoding
+        for part in parts[:1]:
+            now, encoding = now + part.seconds, encoding + part.seconds
+            if part.message is not None:
+                free = max(free, now) + link.seconds(part.message, world)
+        return free, parts[1:]
+
+    def end(arrived: float, parts: Sequence[Part]) -> None:
+        nonlocal now, waiting
+        while parts:
+            waiting += max(0.0, arrived - now)
+            now = max(now, arrived)
+            arrived, parts = begin(parts)
+
+    none: Sequence[Part] = ()
+    passes: list[tuple[float, Sequence[Part], Sequence[Part]]] = [
+        (work.forward * each.share, each.gather, none) for each in modules
+    ]
+    passes += [(work.backward * each.share, each.gather if each.resharded else none, each.reduce) for each in modules[::-1]]
+    coming, leaving = None, (0.0, none)
+    for i, (computing, gather, reduce) in enumerate(passes):
+        end(*(coming or begin(gather)))
+        # The last module of forward is the first one of backward, and gathers its weights again only then.
+        coming = begin(passes[i + 1][1]) if overlaps and i + 1 not in (len(modules), len(passes)) else None
+        now += computing
+        end(*leaving)
+        leaving = begin(reduce)
+        if not overlaps:
+            end(*leaving)
+            leaving = (now, none)
+    end(*leaving)
     return Step(now + work.optimizer, encoding, waiting)

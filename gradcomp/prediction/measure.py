@@ -114,6 +114,12 @@ def _steps(
         plan, do_step = _baseline(spec, grads, network)
     else:
         plan, do_step = (_of_updates if on_updates else _of_gradients)(spec, grads, network, bucket_mb)
+    found = repeated(network, do_step, seconds)
+    return [Bucket(names, found[i], on_updates) for i, names in enumerate(plan)]
+
+
+def repeated(network: RecordingNetwork, do_step: DoStep, seconds: float) -> dict[int, tuple[Part, ...]]:
+    """Do steps on a network. Return the parts of each bucket. seconds: of the steps that count, at least."""
     counted: list[dict[int, list[Part]]] = []
     began, step = 0.0, 0
     while len(counted) < COUNTED or time.perf_counter() - began < seconds:
@@ -124,7 +130,7 @@ def _steps(
         if step >= SETTLING:
             counted.append(network.parts)
         step += 1
-    return [Bucket(names, _means([parts[i] for parts in counted]), on_updates) for i, names in enumerate(plan)]
+    return {i: _means([parts[i] for parts in counted]) for i in counted[-1]}
 
 
 def _of_gradients(

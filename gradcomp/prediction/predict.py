@@ -14,9 +14,9 @@ from torch import nn
 
 from gradcomp.core.requests import World
 from gradcomp.engine.plan import checked_shapes
-from gradcomp.prediction import measure
-from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of
-from gradcomp.prediction.recording_network import Bucket
+from gradcomp.prediction import measure, shards
+from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of, step_over_shards
+from gradcomp.prediction.recording_network import Bucket, RecordingNetwork
 from gradcomp.spec import make, names
 
 Shapes = dict[str, tuple[int, ...]]
@@ -63,6 +63,7 @@ class Prediction:
         parameters: Entries of the model.
         lines: A line for each spec and baseline; prediction["topk"] finds one.
         left_out: Specs without a line, with the reason.
+        fsdp: True for FSDP2 over shards.
     """
 
     cluster: str
@@ -70,6 +71,7 @@ class Prediction:
     parameters: int
     lines: Sequence[Line]
     left_out: dict[str, str]
+    fsdp: bool = False
 
     def __getitem__(self, spec: str) -> Line:
         for line in self.lines:
@@ -82,12 +84,14 @@ class Prediction:
     @property
     def advice(self) -> str:
         """Say in a sentence what to use. A step without communication, and one that trains differently, are no candidates."""
-        stock, half = self[measure.STOCK], min((self[name] for name in measure.HALVES), key=lambda line: line.seconds)
+        advices = shards.MIXED if self.fsdp else {name: f"use {name}" for name in measure.HALVES}
+        stock, halves = self[measure.STOCK], [self[name] for name in advices]
+        half = next(each for each in halves if each.seconds <= WORTH * min(line.seconds for line in halves))
         halved = stock.seconds / half.seconds
         # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
         takes_half = half.bytes < stock.bytes and halved > WORTH
-        simple, how = (half, f"use {half.spec}") if takes_half else (stock, "stay dense")
-        own = [line for line in self.lines if not measure.is_baseline(line.spec)]
+        simple, how = (half, advices[half.spec]) if takes_half else (stock, "stay dense")
+        own = [each for each in self.lines if not measure.is_baseline(each.spec) and each.spec not in advices]
         if not own:
             return f"{how}: {'' if takes_half else f'{half.spec} is '}{halved:.2f} x as fast as stock. No spec was predicted."
         best = min(own, key=lambda line: line.seconds)
@@ -107,11 +111,11 @@ class Prediction:
         width = max(len(line.spec) for line in self.lines)
         row = "{:{}}  {:>9}  {:>6}  {:>14}  {:>10}  {:>10}  {:>13}  {:>11}".format
         heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
-        rows = [row("", width, *heads)]
+        rows, dense = [row("", width, *heads)], self[measure.STOCK].bytes if self.fsdp else 4 * self.parameters
         for line in sorted(self.lines, key=lambda line: line.seconds):
             total, encoding, waiting = (f"{1e3 * each:.1f}" for each in (line.seconds, line.encoding, line.waiting))
             times, speed = line.seconds / self[measure.NONE].seconds, self[measure.STOCK].seconds / line.seconds
-            compression = f"{4 * self.parameters / line.bytes:.1f} x" if line.bytes else "-"
+            compression = f"{dense / line.bytes:.1f} x" if line.bytes else "-"
             cells = (total, f"{times:.2f}", f"{speed:.2f}", encoding, waiting, f"{line.bytes:,}", compression)
             rows.append(row(line.spec, width, *cells))
         reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
@@ -131,11 +135,12 @@ def predict(
     backward: float,
     optimizer: float = 0.0,
     specs: Sequence[str] | None = None,
+    fsdp: bool = False,
     bucket_mb: float | None = None,
     device: str | torch.device | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
-    """Predict step times: of none, stock DDP, bf16, fp16, accumulation, and every compressor.
+    """Predict step times: of none, stock DDP, bf16, fp16, accumulation, and every compressor; or those of FSDP2.
 
     Args:
         model: The model, or {name: shape}.
@@ -147,7 +152,9 @@ def predict(
         backward: Seconds of a backward pass.
         optimizer: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
-            learns (lgc) is left out, and the prediction says so.
+            learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" has the weights travel in
+            bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; what acts over no shards is left out.
+        fsdp: Predict FSDP2 over shards on all ranks. Each part of a list of modules, such as blocks.0, is sharded by itself.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
             most four buckets.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
@@ -160,26 +167,39 @@ def predict(
         ValueError: An argument is wrong, or two contradict each other.
     """
     shapes = shapes_of(model)
-    types = {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else None
+    weights = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    types = {name: each.dtype for name, each in weights.items()}
+    layers = {name: (tuple(each.shape), name in shapes, each.dtype) for name, each in weights.items()}
+    layers = layers or {name: (tuple(shape), True, torch.float32) for name, shape in shapes.items()}
     link = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
     hosts = ranks if hosts is None else hosts
     world, work = _world(ranks, hosts), _work(shapes, forward, backward, optimizer)
-    asked = [*measure.BASELINES, *names()] if specs is None else [specs] if isinstance(specs, str) else specs
+    every = shards.every_way() if fsdp else [*measure.BASELINES, *names()]
+    asked = every if specs is None else [specs] if isinstance(specs, str) else specs
     if other := [spec for spec in asked if not isinstance(spec, str)]:
         raise ValueError(f"specs has {other[0]!r}; write each spec as a text, such as 'topk:ratio=0.01'")
-    left_out = {spec: LEARNS for spec in asked if not measure.is_baseline(spec) and make(spec).traits.learns}
+    if fsdp and bucket_mb is not None:
+        raise ValueError("bucket_mb= is for DDP, and FSDP2 reduces module by module: leave out bucket_mb=, or fsdp=True")
+    reasons = {spec: shards.why_not(spec) if fsdp else _why_not(spec) for spec in asked}
+    left_out = {spec: why for spec, why in reasons.items() if why is not None}
     place = device_for(model, device)
-    always = (measure.NONE, measure.STOCK, *measure.HALVES)
+    always = (measure.NONE, measure.STOCK, *(shards.MIXED if fsdp else measure.HALVES))
     wanted = [spec for spec in dict.fromkeys((*always, *asked)) if spec not in left_out]
     lines = []
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {ranks} ranks", done / len(wanted))
+        if fsdp:
+            modules = shards.measure_shards(spec, layers, RecordingNetwork(world, place))
+            step = step_over_shards(work, modules, link, world, overlaps=place.type == "cuda")
+            lines.append(Line(spec, *step, sum(each.sent(world) for each in modules)))
+            continue
         buckets = measure.measure(spec, shapes, world, bucket_mb, place, types, measure.SECONDS)
         lines.append(_line(spec, work, buckets, link, world))
     where = f"kernels timed on this {_processor(place)}"
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return Prediction(f"{ranks} ranks on {hosts} hosts, {link}", where, total, lines, left_out)
+    door = "" if not fsdp else ", FSDP2" if place.type == "cuda" else ", FSDP2 on CPUs, where nothing overlaps"
+    return Prediction(f"{ranks} ranks on {hosts} hosts, {link}{door}", where, total, lines, left_out, fsdp)
 
 
 def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
@@ -205,6 +225,11 @@ def device_for(model: object, device: str | torch.device | None = None) -> torch
     if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r} is not here or has no kernels of gradcomp; write cpu, cuda or cuda:0")
     return found
+
+
+def _why_not(spec: str) -> str | None:
+    """Return why a spec is not predicted under DDP; None: it is."""
+    return LEARNS if not measure.is_baseline(spec) and make(spec).traits.learns else None
 
 
 def _work(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:

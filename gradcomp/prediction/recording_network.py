@@ -59,7 +59,7 @@ class RecordingNetwork:
     """
 
     def __init__(self, world: World, device: torch.device, most: float = math.inf, least: int = 2):
-        self.world, self._device, self._most, self._least = world, device, most, least
+        self.world, self.device, self._most, self._least = world, device, most, least
         self.parts: dict[int, list[Part]] = {}
         self._since = 0.0
         self._bucket = 0
@@ -68,7 +68,7 @@ class RecordingNetwork:
     def begin(self, bucket: int) -> None:
         """Begin to compute for a bucket, until the next message."""
         self._bucket = bucket
-        wait(self._device)
+        wait(self.device)
         self._since = time.perf_counter()
 
     def start(self, request: Request, name: str) -> Answer:
@@ -95,7 +95,7 @@ class RecordingNetwork:
             self._record(None)
 
     def _record(self, message: Message | None) -> None:
-        wait(self._device)
+        wait(self.device)
         part = Part(time.perf_counter() - self._since, message, self._received or 0)
         self.parts.setdefault(self._bucket, []).append(part)
         self._received = None

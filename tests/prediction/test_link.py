@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcomp.core.requests import World
-from gradcomp.prediction.link import Link, Step, Work, bandwidth_of, seconds_of, step_of
+from gradcomp.prediction.link import Link, Sharded, Step, Work, bandwidth_of, seconds_of, step_of, step_over_shards
 from gradcomp.prediction.recording_network import Bucket, Message, Part
 
 FOUR = World(0, 4, (0, 1, 2, 3))
@@ -54,6 +54,40 @@ def test_an_exchange_of_updates_follows_the_optimizers_step() -> None:
     first = Bucket(("first",), (Part(1.0, Message("gather", 1)), Part(0.25, None)), on_updates=True)
     # At 5.5 the first begins to encode, at 6.5 the second; the messages end at 9.5 and 10.5.
     assert laid_out(last, first) == Step(10.75, 2.5, 9.5 - 7.5 + 10.5 - 9.75)
+
+
+def over_shards(gather: int, reduce: int, overlaps: bool, first_is_resharded: bool = True) -> Step:
+    """Lay out a step of two modules, each half of the computing, whose messages are as long as their bytes."""
+    parts = [(Part(0.0, Message("gather", size)), Part(0.0, None)) for size in (gather, reduce)]
+    modules = [Sharded(0.5, *parts, first_is_resharded), Sharded(0.5, *parts)]
+    return step_over_shards(WORK, modules, Fixed(1.0), FOUR, overlaps)
+
+
+def test_on_a_cpu_a_rank_waits_for_each_message_of_fsdp2() -> None:
+    assert over_shards(1, 2, False) == Step(5.5 + 4 * 1 + 2 * 2, 0.0, 4 * 1 + 2 * 2)
+    assert over_shards(1, 2, False, False) == Step(5.5 + 3 * 1 + 2 * 2, 0.0, 3 * 1 + 2 * 2)
+
+
+def test_weights_of_the_next_module_arrive_and_gradients_leave_while_one_computes() -> None:
+    """Weights arrive at 1 and 2; in backward again at 3.5, since only its own forward pass lets the second module go, and 4.5.
+
+    Gradients leave from 5.5 to 7.5, while the first module computes, and to 9.5.
+    """
+    assert over_shards(1, 2, True) == Step(9.5 + 0.5, 0.0, 1 + 0.5 + 1 + 2)
+    assert over_shards(1, 2, True, False).seconds == 10
+
+
+def test_modules_share_the_network_in_order() -> None:
+    """Weights arrive at 3, 6, 9.5 and 12.5. Only then, a second after they were ready, gradients leave, to 14.5 and 16.5."""
+    assert over_shards(3, 2, True) == Step(16.5 + 0.5, 0.0, 3 + 2.5 + 3 + 1 + 2)
+    assert over_shards(3, 2, True, False) == Step(15.5 + 0.5, 0.0, 3 + 2.5 + 3 + 2)
+
+
+def test_what_rounds_weights_delays_the_computing() -> None:
+    parts = Part(0.25, Message("gather", 1)), Part(0.5, None)
+    for overlaps in (True, False):
+        step = step_over_shards(WORK, [Sharded(1.0, parts, parts, False)], Fixed(1.0), FOUR, overlaps)
+        assert step == Step(5.5 + 2 * (0.25 + 1 + 0.5), 1.5, 2.0)
 
 
 def test_a_ring_sends_a_part_twice_to_all_others_and_a_gather_everything() -> None:
