@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ _POSITIONAL = (
     "attach() takes the model and the spec by position, and all else by name: "
     'gradcomp.ddp.attach(model, "topk", optimizer=optimizer)'
 )
+
+# DDP's method by which a rank in join() tells that it uses no layers, with find_unused_parameters.
+_MATCH = "_match_unused_params_allreduce"
 
 _DOOR = Door(_UNKNOWN, has_optimizers=True, name="DDP")
 
@@ -147,7 +151,7 @@ class _BackwardPass:
     """
 
     def __init__(self, session: Session, model: DistributedDataParallel):
-        self.session, self.group = session, model.process_group
+        self.session, self.group, self.model = session, model.process_group, weakref.ref(model)
         self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.firsts: list[Tensor] = []
@@ -208,10 +212,24 @@ class _BackwardPass:
                 self._poison(poison)
             self.end()
             if session.updates.lags:
-                session.updates.step_with_others()
+                self._step_with_others()
             else:
                 session.updates.note_backward()
         return future
+
+    def _step_with_others(self) -> None:
+        """Take part in the others' steps, in join(): after DDP has told which layers are used, as they do in their passes."""
+        model = self.model()
+        if model is None or not self.some_unused:
+            self.session.updates.step_with_others()
+            return
+
+        def match() -> None:
+            del model.__dict__[_MATCH]
+            getattr(model, _MATCH)()
+            self.session.updates.step_with_others()
+
+        model.__dict__[_MATCH] = match  # DDP calls it next
 
     def _poison(self, poison: Tensor) -> None:
         """Add 0, or NaN, to a gradient of every parameter: each scaler, and each optimizer's, sees it.
