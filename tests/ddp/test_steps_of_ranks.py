@@ -99,6 +99,20 @@ def joins_with_decay(kind: Any, spec: str | None) -> Tensor:
     return run.weights
 
 
+def joins_with_unused_layers(kind: Any, spec: str | None) -> Tensor:
+    """DDP's ranks tell one another which layers they use, before the step. A group has unused layers alone."""
+
+    def decayed(parameters: Any) -> torch.optim.Optimizer:
+        *others, weight, bias = parameters
+        return torch.optim.SGD([{"params": others}, {"params": [weight, bias]}], 0.02, momentum=0.9, weight_decay=0.5)
+
+    run = loops.Run({sgd: decayed}.get(kind, kind), spec, find_unused_parameters=True, layers=loops.Branching, **SETTINGS)
+    run.model.uses = False
+    with run.whole.join():
+        run.on(range(2 + 4 * rank()), loops.plain)
+    return weights(run)
+
+
 def joins_and_accumulates(kind: Any, spec: str | None) -> Tensor:
     run = made(kind, spec)
     with run.whole.join():
@@ -173,6 +187,7 @@ def equal(tensors: list[Tensor]) -> None:
 OTHERS = (
     joins_at_once,
     joins_with_decay,
+    joins_with_unused_layers,
     joins_and_accumulates,
     accumulate_unevenly,
     lbfgs,
@@ -180,7 +195,7 @@ OTHERS = (
     climb,
     change,
 )
-ALIKE["joins_with_decay"] = joins_with_decay
+ALIKE |= {each.__name__: each for each in (joins_with_decay, joins_with_unused_layers)}
 EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}
 
 

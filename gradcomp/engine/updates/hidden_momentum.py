@@ -152,14 +152,19 @@ class HiddenMomentum:
 
     @torch.no_grad()
     def decay_weights(self) -> None:
-        """Do what is left of a step without a gradient: weight decay, which all ranks share in."""
+        """Do what is left of a step without a gradient: weight decay, which all ranks share in.
+
+        Layers that had none in this rank's last pass either, where others had some, are unused, and keep their weights.
+        """
         if (optimizer := self._optimizer()) is None:
             return
+        has_any = any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
         of_gradients = class_of(optimizer) is torch.optim.SGD
         for group in optimizer.param_groups:
             share = float(group["lr"]) * float(group["weight_decay"]) if of_gradients else decay_of(optimizer, group)
-            if share:
-                torch._foreach_mul_([each for each in group["params"] if each.requires_grad], 1 - share)
+            used = [each for each in group["params"] if each.requires_grad and (each.grad is not None or not has_any)]
+            if share and used:
+                torch._foreach_mul_(used, 1 - share)
 
     def show(self) -> None:
         """Show the optimizer's own settings again, of all sessions."""
