@@ -35,7 +35,7 @@ def why_not(way: str) -> str | None:
     if weights and weights not in HALVES:
         bits_of(make(weights))
     if measure.accumulated(gradients) or (gradients == NONE and weights):
-        return "under FSDP2, none exchanges nothing, weights neither, and accumulation is not predicted"
+        return "under FSDP2, accumulation is not predicted, and none has no weights to gather"
     if not measure.is_baseline(gradients):
         compressor = make(gradients)
         try:
