@@ -153,7 +153,7 @@ class LocalSteps:
         door = Door(agreed={"local steps": terms, "buffers": ", ".join(self._buffers.present)})
 
         def session(slots: Slots) -> Session:
-            return Session(compressor, slots, self._network, Options(seed=seed + len(self._fragments)), door)
+            return Session(compressor, slots, self._network, Options(seed=seed + len(self._fragments), names=[*weights]), door)
 
         self._fragments: list[Fragment] = []
         copies = WeightCopies(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,17 +47,19 @@ def plan(
     compressor: Compressor,
     parts: Mapping[str, Hashable] | None = None,
     wraps_all: bool = False,
+    names: Sequence[str] = (),
 ) -> list[Plan]:
     """Group the layers into buckets of one compressor each, last layer first, since backward reaches it first.
 
     bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket may be larger if it holds one layer, or if its
     compressor needs the whole model; but no bucket has more than MOST_ENTRIES. Empty layers are left out.
-    parts: by layer; layers of different parts share no bucket. wraps_all: exact compressors get a residual, too.
+    parts: by layer; layers of different parts share no bucket. wraps_all: exact compressors get a residual, too. names: see
+    Options.
     """
     given: Any = bucket_mb
     if not isinstance(given, numbers.Real) or not float(given) > 0:
         raise ValueError(f"bucket_mb={given!r} must be a number above 0")
-    if layers and (reason := compressor.misfit(list(layers))):
+    if layers and (reason := compressor.misfit(names or list(layers))):
         warnings.warn(f"{compressor}: {reason}", stacklevel=2)
     buckets: list[tuple[Compressor, list[str]]] = []
     last_of: dict[tuple[Compressor, torch.device, Hashable], int] = {}

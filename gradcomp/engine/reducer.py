@@ -51,13 +51,14 @@ class Options:
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; None: see BUCKET_MB. seed: the seed of random
     draws; later buckets add their index. memory: the lender of scratch and updates, a new one by default. deliver: what becomes
-    of means.
+    of means. names: of all layers that rules for layers are for, where they are more than are exchanged here.
     """
 
     bucket_mb: float | None = None
     seed: int = 0
     memory: Memory | None = None
     deliver: Deliver = write
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -143,7 +144,7 @@ class Reducer:
             if on_updates:  # a bucket ends before the layer that it has no room for
                 largest = max((layer.size for layer in layers.values()), default=0)
                 bucket_mb = max(bucket_mb, 4e-6 * (self.entries / BUCKETS_OF_UPDATES + largest))
-        planned = plan(layers, bucket_mb, compressor, parts, wraps_all=on_updates)
+        planned = plan(layers, bucket_mb, compressor, parts, wraps_all=on_updates, names=options.names)
         self.buckets = [
             Bucket(i, *each, seed + i, [slots[name] for name in each.layout.names] if on_updates else None)
             for i, each in enumerate(planned)

@@ -19,7 +19,7 @@ STEPS = 8
 
 
 class Compress(TrainerCallback):
-    """What a user adds, and a record of the logs."""
+    """What a user adds, as docs/frameworks.md has it, and a record of the logs."""
 
     def __init__(self, spec: str | None, weights: str | None):
         self.spec, self.weights, self.handle, self.logs = spec, weights, None, list[dict[str, float]]()

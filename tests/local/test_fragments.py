@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def on_ranks() -> dict[str, Any]:
     sent = local.stats()["bytes_sent_total"]
     local.flush()
     assert local.stats()["bytes_sent_total"] == sent
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for spec in ("topk:ratio=0.2; 2.*=dense", "topk:ratio=0.2; *.scale=dense"):
+            more = net()
+            gradcomp.local.LocalSteps(more, torch.optim.SGD(more.parameters(), lr=0.1), spec, **options)
+            found[spec] = [str(each.message) for each in said]
     return {**found, "flushed": weights_of(model)}
 
 
@@ -105,6 +112,12 @@ def test_a_training_resumes_from_the_middle_of_an_exchange() -> None:
     for rank in launched():
         went_on, resumed = rank["resumed"]
         assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
+
+
+def test_a_rule_is_for_the_layers_of_all_fragments() -> None:
+    for rank in launched():
+        assert not rank["topk:ratio=0.2; 2.*=dense"]
+        assert "has a name like '*.scale'; they are 0.weight, 0.bias, 2.weight" in rank["topk:ratio=0.2; *.scale=dense"][0]
 
 
 def test_all_ranks_are_equal_after_flush() -> None:
