@@ -58,9 +58,9 @@ class Namespaces:
     mounts: int
 
     @classmethod
-    def current(cls) -> "Namespaces":
-        """Open this process's namespaces."""
-        return cls(*[os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")])
+    def current(cls, process: str = "self") -> "Namespaces":
+        """Open the namespaces of this process, or of the one with this number."""
+        return cls(*[os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")])
 
     def enter(self) -> None:
         """Move this process into them, and to the folder /."""

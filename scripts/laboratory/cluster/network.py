@@ -90,10 +90,15 @@ def _link(host: Host, rate: str) -> None:
 
 def change(hosts: list[Host], before: str, rate: str) -> None:
     """Give all links another rate, at both ends. To be called in the bridge's namespaces."""
-    how, shape = ("delete", []) if rate == "none" else ("replace", ["tbf", "rate", rate, *TOKENS])
     for host in hosts if {before, rate} != {"none"} else ():
-        _run("tc", "qdisc", how, "dev", INTERFACE, "root", *shape, inside=host.namespaces)
-        _run("tc", "qdisc", how, "dev", host.name, "root", *shape)
+        shape(INTERFACE, rate, host.namespaces)
+        shape(host.name, rate)
+
+
+def shape(interface: str, rate: str, inside: Namespaces | None = None) -> None:
+    """Give what an interface sends a rate; `none` ends the one that it has."""
+    how, filtered = ("delete", []) if rate == "none" else ("replace", ["tbf", "rate", rate, *TOKENS])
+    _run("tc", "qdisc", how, "dev", interface, "root", *filtered, inside=inside)
 
 
 def _run(tool: str, *arguments: str, inside: Namespaces | None = None) -> None:

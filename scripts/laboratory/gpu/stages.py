@@ -193,6 +193,18 @@ def marked(text: str, mark: str = "@") -> Record:
     raise Failed(f"no result was printed\n{text[-2000:]}")
 
 
+def attempt(record: Record, part: str, known: Record, measure: Callable[[], Record], out: Path | None) -> None:
+    """Add what is measured, or its error, to a part of a record, and write that. out: where; None on ranks but the first."""
+    try:
+        found = measure()
+    except Exception as error:  # the others have their turn
+        found = {"error": f"{type(error).__name__}: {error}"}
+    record[part].append({**known, **found})
+    if out:
+        print(json.dumps(record[part][-1]), flush=True)
+        report.write(out, record)
+
+
 def run(
     groups: Sequence[Sequence[Stage]],
     total: float,

@@ -7,9 +7,9 @@ its error in its place.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradcomp
+from laboratory.gpu.stages import attempt
 from laboratory.tasks import cifar
 from laboratory.tasks.task import Arrays, accuracy
 
@@ -150,10 +151,11 @@ def made_up(count: int, held_out: int) -> Arrays:
 
 
 def main() -> None:
-    """Train under every spec, and print the record's settings and trainings."""
+    """Train under every spec. Write the record's settings and trainings after each."""
     parser = argparse.ArgumentParser(prog="python -m laboratory.gpu.training", description=__doc__)
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--pictures", type=Path, metavar="FILE", help=f"{cifar.SOURCE.file}; without it, pictures of nothing")
+    parser.add_argument("--out", type=Path, required=True, help="the record")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     read = cifar.decode(options.pictures.read_bytes()) if options.pictures else made_up(256, 64)
@@ -169,14 +171,9 @@ def main() -> None:
         "epochs": epochs,
         "seed": SEED,
     }
-    trainings = []
+    found = {"settings": settings, "trainings": []}
     for spec in SPECS:
-        try:
-            trainings.append({"spec": spec, **train(spec, arrays, device, epochs, SEED)})
-        except Exception as error:  # the other specs have their turn
-            trainings.append({"spec": spec, "error": f"{type(error).__name__}: {error}"})
-        print(json.dumps(trainings[-1]), flush=True)
-    print("@" + json.dumps({"settings": settings, "trainings": trainings}), flush=True)
+        attempt(found, "trainings", {"spec": spec}, partial(train, spec, arrays, device, epochs, SEED), options.out)
 
 
 if __name__ == "__main__":

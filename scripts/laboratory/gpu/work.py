@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -14,15 +15,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from laboratory import ranks
-from laboratory.gpu import packing
+from laboratory import ranks, report
+from laboratory.gpu import packing, shaping
 from laboratory.gpu.stages import BUILD, PACK, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, marked, program
 from laboratory.machine import ROOT, slug
 
 # The seconds that a call may take, in the order in which a sitting makes them.
-CALLS = {"tests": 280, "kernels": 280, "steps": 200}
+CALLS = {"tests": 280, "prices": 90, "links": 480, "kernels": 280, "steps": 200}
 ABOUT = {
     "tests": "are whole steps, kernels, laws and ranks right?",
+    "prices": "what the host pays for a launch, an event, a hook",
+    "links": "a GPT's steps over links of 25, 10 and 1 Gbit/s between ranks that share the GPU, and a race",
     "kernels": "times, compute-sanitizer, ncu",
     "steps": "a GPT's steps, a training",
 }
@@ -42,6 +45,8 @@ WANTED_DRY = (
 # The sizes of lab kernels: the large one, a ResNet-50's, and a bucket of 25 MB; and the rounds.
 SIZES = {"64M": ((), 8), "25.6M": (("--layers", "161"), 6), "6.25M": ((), 12)}
 SIZES_DRY = {"100k": ((), 2)}
+# The ranks that share the device behind links; the seconds of their steps, and of the race of a way.
+LINKS, LINKS_DRY = ((2, 125.0, 15.0), (4, 170.0, 0.0)), ((2, 60.0, 0.5), (4, 60.0, 0.0))
 # The tools of compute-sanitizer, each with its own options. initcheck leaves out torch's copies: the calls have arrays without
 # contents on purpose.
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -100,7 +105,7 @@ def stages(call: str, gpu: Gpu | None) -> list[list[Stage]]:
     groups: list[list[Stage]] = [
         [Stage("machine", partial(machine, device=device), 25, required=True)],
         [Stage("build", partial(build, device=device, gpu=gpu), 100, required=True)],
-        *{"tests": tests_call, "kernels": kernels_call, "steps": steps_call}[call](gpu, device),
+        *OF_CALLS[call](gpu, device),
     ]
     return groups if gpu else [[replace(stage, limit=DRY) for stage in group] for group in groups]
 
@@ -142,6 +147,22 @@ def steps_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
         [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 90)],
         [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 75)],
     ]
+
+
+def prices_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
+    """Return the stage that times the host."""
+    return [[Stage("prices", partial(trained, device=device, module="prices", parts="ways"), 55)]]
+
+
+def links_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
+    """Return the stages that time steps over links, by ranks."""
+    return [
+        [Stage(f"links-{count}", partial(linked, device=device, count=count, limit=limit, of_race=race), limit + 5 * race + 35)]
+        for count, limit, race in (LINKS if gpu else LINKS_DRY)
+    ]
+
+
+OF_CALLS = {"tests": tests_call, "prices": prices_call, "links": links_call, "kernels": kernels_call, "steps": steps_call}
 
 
 def machine(clock: Clock, device: str) -> Record:
@@ -210,10 +231,49 @@ def trained(clock: Clock, device: str, module: str, parts: str, pictures: Path |
         raise Impossible(f"no pictures were packed: scripts/gpu_check --prepare --data FOLDER packs {pictures.name}")
     command = [sys.executable, "-m", f"laboratory.gpu.{module}", "--device", device]
     variables = {} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
-    found = marked(clock.command([*command, *(("--pictures", pictures) if pictures else ())], cwd=BUILD, **variables))
-    if wrong := [each for each in found[parts] if "error" in each]:
+    return without_errors(kept(clock, [*command, *(("--pictures", pictures) if pictures else ())], **variables), parts)
+
+
+def kept(clock: Clock, words: Sequence[str | Path], **variables: str) -> Record:
+    """Run a program that writes its record anew after each of its parts to --out. However it ends, keep what it wrote."""
+    out = clock.log.with_suffix(".json")  # beside the result: it remains if the whole call is ended
+    try:
+        clock.command([*words, "--out", out.absolute()], cwd=BUILD, **variables)
+    except Failed as error:
+        raise Failed(str(error), report.read(out) if out.is_file() else None) from None
+    else:
+        return report.read(out)
+    finally:
+        out.unlink(missing_ok=True)
+
+
+def without_errors(found: Record, *parts: str) -> Record:
+    """Return a record whose parts have no errors."""
+    if wrong := [each for part in parts for each in found[part] if "error" in each]:
         raise Failed("\n".join(json.dumps(each) for each in wrong), found)
     return found
+
+
+def linked(clock: Clock, device: str, count: int, limit: float, of_race: float) -> Record:
+    """Time steps over shaped links, which the first rung of the ladder makes that holds what it says."""
+    said = list[str]()
+    for how, backend in itertools.product(shaping.LADDER, ("nccl", "gloo") if device == "cuda" else ("gloo",)):
+        if lacking := shaping.missing(how):
+            said += [] if f"{how}: {lacking}" in said else [f"{how}: {lacking}"]
+            continue
+        fields = {"device": device, "backend": backend, "how": how, "limit": limit, "of_race": of_race}
+        job = ["laboratory.gpu.links", json.dumps(fields)]
+        try:
+            found = kept(clock, shaping.command(how, count, job), OMP_NUM_THREADS="1")
+        except Failed as error:
+            if error.figures and error.figures["lines"]:
+                raise
+            said.append(f"{how}, {backend}: {error}")
+            continue
+        if "refused" not in found:
+            return without_errors({**found, "said": said}, "lines", "race")
+        said.append(found["refused"])
+    raise Failed("\n".join(said))
 
 
 def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:

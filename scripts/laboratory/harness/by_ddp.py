@@ -24,16 +24,19 @@ ONE_BUCKET = 1e4
 
 
 class Door:
-    """The ranks of torch.distributed, on gloo."""
+    """The ranks of torch.distributed, on gloo or NCCL. They join once, and may have several doors."""
 
-    def __init__(self) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    def __init__(self, backend: str = "gloo") -> None:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._by_gloo = backend == "gloo"
+        self.figures = dist.group.WORLD if self._by_gloo else dist.new_group(backend="gloo")  # for figures in main memory
 
     def means(self, own: list[float], name: str) -> list[float]:
         """Return the means of figures over the ranks."""
         mean = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(mean)
+        dist.all_reduce(mean, group=self.figures)
         return [float(figure) / self.size for figure in mean]
 
     def end(self) -> None:
@@ -56,7 +59,8 @@ class Door:
         if name == "none":
             return Fitted(model, optimizer, lambda: 0)
         entries = sum(parameter.numel() for parameter in model.parameters())
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if clip or name == "powersgd" else None)
+        in_order = clip or (name == "powersgd" and self._by_gloo)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if in_order else None)
         state, hook, sent = None, _HOOKS[name], (2 if name in ("bf16", "fp16") else 4) * entries // int(number)
         if name == "powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -66,7 +70,7 @@ class Door:
                 random_seed=seed,
             )
         if clip or name != "stock":
-            wrapped.register_comm_hook(state, _clipped(hook, clip))
+            wrapped.register_comm_hook(state, clipped(hook, clip))
         return Fitted(wrapped, optimizer, Sent(state, entries) if state else lambda: sent)
 
 
@@ -82,15 +86,15 @@ class Sent:
         return 4 * (sent or self._entries)
 
 
-def _clipped(hook: Any, longest: float) -> Any:
+def clipped(hook: Any, longest: float = 0.0) -> Any:
     """Wrap a hook. DistributedDataParallel knows torch's by name and refuses some on gloo, which can reduce their types."""
 
-    def clipped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def shortened(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         shorten((bucket.buffer(),), longest)  # with a length to keep, the bucket has the whole gradient of this rank
         found: torch.futures.Future[Tensor] = hook(state, bucket)
         return found
 
-    return clipped
+    return shortened
 
 
 _HOOKS = {

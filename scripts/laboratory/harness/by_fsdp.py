@@ -19,21 +19,23 @@ from laboratory.harness.ways import Fitted
 class Door(by_ddp.Door):
     """The ranks of torch.distributed, with a mesh of replicas and shards. shards: of a replica; 0: one on each rank."""
 
-    def __init__(self, shards: int):
-        super().__init__()
+    def __init__(self, shards: int, backend: str = "gloo"):
+        super().__init__(backend)
         self._shards = shards or self.size
 
     def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
-        """Fit a way to a model and its optimizer. A module of each sequence is sharded by itself. No way clips."""
+        """Fit a way to a model and its optimizer. A module of each sequence or list is sharded by itself. No way clips."""
         name, _ = ways.other(way) or ("", 1.0)
         entries, replicas = sum(parameter.numel() for parameter in model.parameters()), self.size // self._shards
-        mesh = init_device_mesh("cpu", (replicas, self._shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            next(model.parameters()).device.type, (replicas, self._shards), mesh_dim_names=("replicate", "shard")
+        )
         if name == "none" or replicas == 1:  # then shards alone
             mesh = mesh["shard"]
         mixed, halved = name.startswith(("mixed", "weights")), name.endswith("bf16")
         reduced = torch.bfloat16 if halved else torch.float32 if mixed else None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=reduced)
-        sequences = [each for each in model.modules() if isinstance(each, nn.Sequential)]
+        sequences = [each for each in model.modules() if isinstance(each, (nn.Sequential, nn.ModuleList))]
         parts = [part for sequence in sequences for part in sequence if any(True for _ in part.parameters())]
         for part in (*reversed(parts), model):
             fully_shard(part, mesh=mesh, mp_policy=policy)

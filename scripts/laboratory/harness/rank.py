@@ -29,8 +29,8 @@ from laboratory.timing import rotated, threads
 # Steps of each way before the rounds that count, and the most steps in which auto may choose before these.
 WARM_UP, CHOOSING = 2, 500
 
-# Where the kernel counts the bytes that an emulated host's interface has sent.
-SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+# The word of an interface's line at which the kernel counts the bytes that it has sent.
+SENT = 9
 
 
 class Trainee:
@@ -39,24 +39,32 @@ class Trainee:
     def __init__(self, way: str, fitted: Fitted, batches: Iterator[Batch], loss_of: Callable[[Tensor, Tensor], Tensor]):
         self.way, self.fitted, self.passes = way, fitted, passes(way)
         self._batches, self._loss_of = batches, loss_of
-        self.loss = 0.0
+        self._losses: list[Tensor] = []
+
+    @property
+    def loss(self) -> float:
+        """Return the loss of the last step."""
+        return float(sum(map(float, self._losses)))
 
     def step(self) -> float:
-        """Train a step. Return its seconds, without those that make the batches."""
+        """Train a step. Return its seconds, without those that make the batches. A GPU has then done its part."""
         batches = [next(self._batches) for _ in range(self.passes)]
         began = time.perf_counter()
         self.fitted.optimizer.zero_grad()
-        self.loss = sum(self._pass(x, y, left) for left, (x, y) in zip(reversed(range(self.passes)), batches, strict=True))
+        lefts = reversed(range(self.passes))
+        self._losses = [self._pass(x, y, left) for left, (x, y) in zip(lefts, batches, strict=True)]
         self.fitted.optimizer.step()
+        if self._losses[0].is_cuda:
+            torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    def _pass(self, x: Tensor, y: Tensor, left: int) -> float:
+    def _pass(self, x: Tensor, y: Tensor, left: int) -> Tensor:
         """Run a batch's forward and backward. left: batches of the step after this one."""
         model: Any = self.fitted.model
         with model.no_sync() if left else contextlib.nullcontext():
             loss = self._loss_of(model(x), y) / self.passes
             loss.backward()
-        return float(loss.detach())
+        return loss.detach()
 
 
 class Rank:
@@ -170,8 +178,10 @@ def turn_of(trainee: Trainee, door: Door, steps: int) -> tuple[list[float], floa
 
 
 def interface_bytes() -> float:
-    """Read the kernel's counter; 0 where there is no emulated host."""
-    return float(SENT.read_text()) if SENT.exists() else 0.0
+    """Read the kernel's counter of what this rank's interface has sent: on an emulated host, its own; 0 where there is none."""
+    lines = (line.split() for line in Path("/proc/self/net/dev").read_text().splitlines())
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", INTERFACE) + ":"
+    return next((float(words[SENT]) for words in lines if words[0] == wanted), 0.0)
 
 
 def choose(rank: Rank, trainee: Trainee) -> None:

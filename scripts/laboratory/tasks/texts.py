@@ -35,12 +35,12 @@ def decode(content: bytes) -> Arrays:
 SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes", decode)
 
 
-def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
+def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int, length: int = LENGTH) -> Iterator[Batch]:
     """Yield this rank's share of every batch, without end. All ranks draw the same positions and take different ones."""
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(LENGTH + 1)
+    offsets = torch.arange(length + 1)
     while True:
-        drawn = torch.randint(len(train) - LENGTH, (ranks * batch,), generator=generator)
+        drawn = torch.randint(len(train) - length, (ranks * batch,), generator=generator)
         part = train[drawn[rank * batch : (rank + 1) * batch].unsqueeze(1) + offsets]
         yield part[:, :-1], part[:, 1:]
 
