@@ -97,7 +97,8 @@ class Bench:
             "autocast": "bfloat16",
             "optimizer": f"adamw, {LEARNING:g}",
         }
-        title = f"ranks share one {'GPU' if device == 'cuda' else 'CPU'}; links are emulated"
+        links = "links are emulated" if how != "none" else "links are what this machine has"
+        title = f"ranks share one {'GPU' if device == 'cuda' else 'CPU'}; {links}"
         self.record: Record = {"title": title, "settings": settings, "lines": [], "race": []}
 
     def _batches(self, part: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -133,24 +134,24 @@ def probe(bench: Bench, rates: Sequence[str]) -> Record:
     gives what they send the share of both.
     """
     rank, size = bench.door.rank, bench.door.size
-    sends = rank % 2 == 0
+    sends, device = rank % 2 == 0, torch.device("cpu") if dist.get_backend() == "gloo" else bench.device  # gloo sends no other
 
     def fastest(call: Callable[[], object], count: int) -> list[float]:
         """Return the fastest mean over all ranks, and the one over those that receive."""
         found = list[float]()
         for _ in range(3):
             bench.door.means([0.0], "begin")
-            found.append(seconds(call, count, bench.device))
+            found.append(seconds(call, count, device))
         return [min(bench.door.means(one, "times")) for one in (found, [0.0 if sends else 2 * each for each in found])]
 
     def gbit(rate: str) -> float:
         sent = MOST_SENT if rate == "none" else int(min(max(SENDING * shaping.bits(rate) / 8, LEAST_SENT), MOST_SENT))
-        own = torch.ones(sent, dtype=torch.uint8, device=bench.device)
+        own = torch.ones(sent, dtype=torch.uint8, device=device)
         bench.change(rate)
         _, taken = fastest(lambda: (dist.send if sends else dist.recv)(own, rank ^ 1), 1)
         return round(8e-9 * sent / taken / (2 if bench.how == "loopback" else 1), 3)
 
-    small = torch.ones(SMALL, dtype=torch.uint8, device=bench.device)
+    small = torch.ones(SMALL, dtype=torch.uint8, device=device)
     gathered = small.repeat(size)
     collective, _ = fastest(lambda: all_gather(gathered, small), 50)
     unshaped, measured = gbit("none"), {rate: gbit(rate) for rate in rates if bench.how != "none"}

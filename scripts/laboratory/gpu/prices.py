@@ -7,6 +7,7 @@ time of a step goes; a larger batch, whether a GPU hides it. The record is writt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import statistics
@@ -28,7 +29,7 @@ WAYS = ("ddp", "builtin", "allreduce", "bf16", "dense", "topk")
 WARM, TIMED = 3, 8
 # Calls in a row, which fit into a GPU's queue, and rows.
 CALLS, ROWS = 200, 10
-# Calls that a CPU has not.
+# Calls that a CPU does not have.
 OF_A_GPU = ("memset", "event", "record", "wait_event")
 # The factor of the second batch: there the GPU is busy, not the host.
 LARGER = 4
@@ -51,14 +52,15 @@ def single(device: torch.device) -> dict[str, float | None]:
     }
     if on_gpu:
         stream, event = torch.cuda.current_stream(), torch.cuda.Event()
-        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
         memset = ctypes.c_void_p(small.data_ptr()), 0, ctypes.c_size_t(4096), ctypes.c_void_p(stream.cuda_stream)
         calls |= {
-            "memset": lambda: runtime.cudaMemsetAsync(*memset),
             "event": lambda: torch.cuda.Event().record(stream),
             "record": lambda: event.record(stream),
             "wait_event": lambda: stream.wait_event(event),
         }
+        with contextlib.suppress(OSError):  # a torch that has the runtime inside
+            runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+            calls["memset"] = lambda: runtime.cudaMemsetAsync(*memset)
 
     def price(call: Callable[[], object]) -> float:
         rows = [seconds(call, CALLS, device) for _ in range(ROWS + 1)]
