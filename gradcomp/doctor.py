@@ -17,6 +17,8 @@ from gradcomp.native import cuda_versions, extension
 
 # The version of torch that the tests run with.
 TESTED_TORCH = "2.13"
+# The first number of the least capability of a GPU: Volta's.
+LEAST_CAPABILITY = 7
 
 
 class Finding(NamedTuple):
@@ -72,7 +74,10 @@ def _gpus() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding("GPU", f"{index}: {properties.name}, capability {properties.major}.{properties.minor}", advice)
+        old = (
+            "" if properties.major >= LEAST_CAPABILITY else f"the kernels need capability {LEAST_CAPABILITY}.0; use another GPU"
+        )
+        yield Finding("GPU", f"{index}: {properties.name}, capability {properties.major}.{properties.minor}", old or advice)
     if any(not torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b):
         # Elsewhere an all-reduce went from 1.9 to 12.5 GB/s.
         faster = "with NCCL_SHM_USE_CUDA_MEMCPY=1 that may be several times as fast: try it before you compress between them"

@@ -26,11 +26,11 @@ def finding(subject: str) -> doctor.Finding:
     return found
 
 
-def has_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_gpus(count: int, monkeypatch: pytest.MonkeyPatch, capability: int = 9) -> None:
     """Put what torch says of GPUs in its place: none is needed to see what doctor makes of them."""
 
     class Properties:
-        name, major, minor = "GPU", 9, 0
+        name, major, minor = "GPU", capability, 0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -151,6 +151,13 @@ def test_a_horovod_of_another_shape_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(optimizer._DistributedOptimizer, "_allreduce_grad_async", lambda self, p, name: None)
     assert "gradients take the slower carrier route" in finding("Horovod").advice
+
+
+def test_a_gpu_that_is_too_old_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "BUILT_WITH_CUDA", True)
+    for capability, advice in ((6, "the kernels need capability 7.0; use another GPU"), (7, "")):
+        has_gpus(1, monkeypatch, capability)
+        assert finding("GPU") == ("GPU", f"0: GPU, capability {capability}.0", advice)
 
 
 def test_a_gpu_without_cuda_kernels_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
