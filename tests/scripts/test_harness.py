@@ -173,6 +173,8 @@ def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
     parameters = lines.pop("parameters")
     assert lines["stock"]["bytes_per_step"] == 2 * lines["bf16"]["bytes_per_step"] == 4 * parameters
     assert lines["bf16:steps=4"]["bytes_per_step"] == parameters // 2
+    factors = (64 + 16) + 2 * (16 + 16) + (16 + 10)  # and biases, whole
+    assert lines["powersgd:rank=1"]["bytes_per_step"] == 4 * (factors + 3 * 16 + 10)
     assert abs(lines["stock"]["loss"] - lines["dense"]["loss"]) < 1e-5
     assert set(lines["auto"]["over"]) == {"none", "stock", "bf16"}
     assert 0.3 < lines["local:2/1/0/dense"]["bytes_per_step"] / (4 * parameters) < 0.6

@@ -75,15 +75,16 @@ class Door:
 
 
 class Sent:
-    """The bytes that PowerSGD's hook sends in a step, from what it counts: nothing until it compresses."""
+    """The bytes that PowerSGD's hook sends in a step, of those since the last call, from what it counts when it compresses."""
 
     def __init__(self, state: powerSGD_hook.PowerSGDState, entries: int):
-        self._state, self._entries, self._before = state, entries, 0
+        self._state, self._entries, self._before, self._steps = state, entries, 0, state.start_powerSGD_iter
 
     def __call__(self) -> int:
-        total = self._state.total_numel_after_compression
-        sent, self._before = total - self._before, total
-        return 4 * (sent or self._entries)
+        total, steps = self._state.total_numel_after_compression, max(self._state.start_powerSGD_iter, self._state.iter)
+        sent, in_steps = total - self._before, steps - self._steps
+        self._before, self._steps = total, steps
+        return 4 * (sent // in_steps if sent else self._entries)
 
 
 def clipped(hook: Any, longest: float = 0.0) -> Any:
