@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp import saved
+from gradcomp.core.by_host import between_hosts
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.bucket import GRADIENT_TYPES
 from gradcomp.engine.buffers import Buffers
@@ -28,11 +25,10 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import Parameters, Slots, check_optimizer
+from gradcomp.engine.slots import Parameters, Slots
 from gradcomp.engine.updates.steps import calling_scaler, log_on_rank_0, warn_user
 from gradcomp.engine.weight_copies import WeightCopies
-from gradcomp.networks import Connection
-from gradcomp.networks.torch import TorchNetwork
+from gradcomp.sites import check_sites, find_model, find_ranks
 from gradcomp.spec import auto_of, make
 
 __all__ = ["LocalSteps"]
@@ -41,13 +37,6 @@ __all__ = ["LocalSteps"]
 RATE, MOMENTUM = 0.9, 0.7
 
 _NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as sign"
-_NO_NETWORK = (
-    "LocalSteps() found no ranks: call torch.distributed.init_process_group(), or horovod.torch.init(), before; a training on "
-    "one rank does so, too"
-)
-_WRAPPED = "the model is a {name}, which exchanges gradients in every step; pass the model inside it, model.module"
-_SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"
-_EXCHANGES = "the optimizer is a {name}, which exchanges gradients in every step; pass the optimizer inside it"
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
@@ -72,8 +61,9 @@ class LocalStats(TypedDict):
     """Figures of a training by local steps on this rank.
 
     exchanges: what the ranks exchange, in words. steps: of the optimizer, also those that a GradScaler skipped.
-    synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment. bytes_sent_total: of all.
-    compression: the bytes of all steps' gradients as float32 over bytes_sent_total; None before the first synchronization.
+    synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment, and between
+    sites if there are any. bytes_sent_total: of all. compression: the bytes of all steps' gradients as float32 over
+    bytes_sent_total; None before the first synchronization.
     """
 
     exchanges: str
@@ -90,7 +80,8 @@ class LocalSteps:
     All ranks begin with rank 0's weights and buffers. Floating-point buffers that change, as BatchNorm's, become their means.
 
     Args:
-        model: The model, without DistributedDataParallel.
+        model: The model, without DistributedDataParallel; or in one over the process group of this rank's site, which exchanges
+            gradients within the site: local steps are between sites then. All sites have equally many ranks.
         optimizer: The optimizer of its steps. A scheduler goes on to act on this one.
         spec: "name:knob=value", or a compressor.
         every: The steps from one synchronization to the next.
@@ -125,7 +116,7 @@ class LocalSteps:
         fragments: int = 1,
         seed: int = 0,
     ):
-        _check(model, optimizer)
+        model, site = find_model(model, optimizer)
         if auto_of(spec) is not None:
             raise ValueError(_NOT_YET)
         self._every, count = _whole("every", every), _whole("fragments", fragments)
@@ -141,12 +132,14 @@ class LocalSteps:
         rate, momentum = _number("outer_lr", outer_lr, RATE), _number("outer_momentum", outer_momentum, MOMENTUM)
         if momentum >= 1:
             raise ValueError(f"outer_momentum={outer_momentum!r} must be below 1")
-        self._model, self._optimizer, self._interval = model, optimizer, self._every // count
+        self._model, self._optimizer, self._has_sites = model, optimizer, bool(site)
         self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total"), 0)
         self._under_way: Fragment | None = None
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
-        self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
+        self._network, compressor = find_ranks(next(iter(weights.values())).device, site), make(spec)
+        if site:
+            compressor = between_hosts(compressor)
         self._roll_call, self._buffers = RollCall(self._network), Buffers(model, self._network)
         self._owes_buffers = self._have_unlike_buffers = False
         terms = f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
@@ -161,6 +154,8 @@ class LocalSteps:
             self._fragments.append(Fragment(part, copies, session))
         for fragment in self._fragments:
             fragment.session.meet()
+        if site:
+            check_sites(self._network)
         for name, each in model.named_parameters():
             take_that_of_rank_0(each, self._network, f"weights of {name}")
         self._buffers.begin_at_those_of_rank_0()
@@ -185,7 +180,7 @@ class LocalSteps:
         counts = self._counts
         counts["steps"] += 1
         counts["in_round"] += 1
-        part, rest = divmod(counts["in_round"], self._interval)
+        part, rest = divmod(counts["in_round"], interval := self._every // len(self._fragments))
         if not rest:
             self._check_parameters()
             self._apply()
@@ -197,7 +192,7 @@ class LocalSteps:
                 self._end_roll_call()
                 self._begin(part)
                 self._apply()
-        elif rest == self._interval // 2 and self._under_way is not None:
+        elif rest == interval // 2 and self._under_way is not None:
             self._end_roll_call()
             self._under_way.session.reducer.advance()  # the second message of an exchange that has two
         return loss
@@ -394,7 +389,8 @@ class LocalSteps:
         self._end_roll_call()
         self._under_way = None
         succeeded = fragment.end(self._of(self._fragments.index(fragment), self._roll_call.flags))
-        sent = fragment.session.reducer.traffic.sent + self._buffers.end(succeeded)
+        traffic = fragment.session.reducer.traffic
+        sent = (traffic.between_hosts if self._has_sites else traffic.sent) + self._buffers.end(succeeded)
         if not succeeded:  # one that stayed would spoil the others again
             warn_user(_FAILED)
             is_finite = all(each.is_finite for each in self._fragments)
@@ -402,32 +398,6 @@ class LocalSteps:
                 each.go_back(forgets=not is_finite)
         self._counts["bytes_sent"] = sent
         self._counts["bytes_sent_total"] += sent
-
-
-def _network(device: torch.device) -> Connection:
-    """Find the ranks: torch.distributed's, or Horovod's."""
-    if dist.is_available() and dist.is_initialized():
-        assert dist.group.WORLD is not None
-        return TorchNetwork(dist.group.WORLD, device)
-    try:
-        from gradcomp.networks.horovod import everyone
-    except ImportError:
-        raise RuntimeError(_NO_NETWORK) from None
-    network: Connection = everyone()
-    if not network.ready:
-        raise RuntimeError(_NO_NETWORK)
-    return network
-
-
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what exchanges gradients by itself."""
-    check_optimizer(optimizer)
-    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
-        raise TypeError(_WRAPPED.format(name=type(model).__name__))
-    if any(isinstance(each, DTensor) for each in model.parameters()):
-        raise TypeError(_SHARDED)
-    if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
-        raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))
 
 
 def _whole(name: str, given: Any) -> int:

@@ -78,6 +78,7 @@ ROOMS = [
     "simulate",
     "ddp",
     "fsdp",
+    "sites",
     "local",
     "integrations",
     "horovod",
@@ -218,9 +219,9 @@ def test_each_outside_world_has_one_door() -> None:
     assert importers("torch.distributed") == {
         "ddp.py",
         "fsdp.py",
-        "local.py",
         "networks/sharded.py",
         "networks/torch.py",
+        "sites.py",
     }
     for trainer in OF_TRAINERS:
         package = Path(trainer).stem
@@ -368,7 +369,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_425, 123), "scripts": (11_225, 87), "tests": (37_120, 271)}
+TOTALS = {"gradcomp": (17_500, 124), "scripts": (11_240, 87), "tests": (37_400, 273)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import Field, Form, Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
 from gradcomp.core.wrapper import Wrapper
@@ -39,7 +40,7 @@ class ByHost(Wrapper):
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ValueError(f"{self.inner} cannot use by_host: {reason}; leave by_host out")
+                raise ValueError(f"{self.inner} cannot use by_host: {reason}; leave by_host out, or take another spec")
 
     def added_knobs(self) -> list[str]:
         return ["by_host=true"]
@@ -86,6 +87,18 @@ class ByHost(Wrapper):
         if acc.ages is not None and empty is not None:
             acc.ages.masked_fill_(empty | ((update != 0) & update.isfinite()), 0)
         return Update(update)
+
+
+def between_hosts(compressor: Compressor) -> Compressor:
+    """Use a compressor between hosts only, also one in rules for layers."""
+    match compressor:
+        case ByHost():
+            return compressor
+        case Wrapper():
+            return compressor.wrap(between_hosts(compressor.inner))
+        case ByLayer(rules, default):
+            return ByLayer(tuple((pattern, between_hosts(each)) for pattern, each in rules), between_hosts(default))
+    return ByHost(compressor)
 
 
 def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Acc]:

@@ -36,12 +36,12 @@ class TorchNetwork:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
-        self._place = dist.get_rank(group), dist.get_world_size(group)
-        self._numbers = tuple(dist.get_process_group_ranks(group))
-        self.hosts = None
+        numbers = tuple(dist.get_process_group_ranks(group))
+        self.world = World(dist.get_rank(group), len(numbers), None, numbers)
         # The group lasts as long as the model's DistributedDataParallel.
         self.generation: object = group
         self.ready = True
+        self.host = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun's number of the host
         # Two names, as of reduce_scatter. A group's own methods save the checks of torch's functions, which cost microseconds.
         self._all_gather: Callable[..., dist.Work] = getattr(group, "all_gather_single", None) or group._allgather_base
         self._on_host = dist.get_backend(group) == "gloo"
@@ -59,11 +59,7 @@ class TorchNetwork:
 
     @hosts.setter
     def hosts(self, hosts: tuple[int, ...] | None) -> None:
-        self.world = World(*self._place, hosts, self._numbers)  # made once: every request asks for it
-
-    @property
-    def host(self) -> str:
-        return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun's number of the host
+        self.world = self.world._replace(hosts=hosts)  # made once: every request asks for it
 
     def prepare(self) -> None:
         """Call the roll: wait until all ranks come to this meeting.
@@ -76,7 +72,10 @@ class TorchNetwork:
         meeting = f"meeting {self._meetings}"
         self._roll.arrive(meeting, str(self._started))
         self._timeout, pause = _timeout_of(self.group), SHORTEST_PAUSE
-        end, wait = time.monotonic() + self._timeout, waits.Wait(self._numbers[self._place[0]], waits.MEETING, self._timeout)
+        end, wait = (
+            time.monotonic() + self._timeout,
+            waits.Wait(self.world.number(self.world.rank), waits.MEETING, self._timeout),
+        )
         try:
             while missing := self._roll.missing(meeting):
                 if time.monotonic() > end:
@@ -108,7 +107,7 @@ class TorchNetwork:
         place = waits.MEETING if request.purpose is Purpose.MEETING else name
         match request:
             case Gather(sent):
-                sizes = [sent.bytes.numel()] * self._place[1]
+                sizes = [sent.bytes.numel()] * self.world.size
                 received = sent.bytes.new_empty(sum(sizes))
                 work = self._all_gather(received, sent.bytes)
                 return self._after(work, place, received, functools.partial(payload.read_all, sent.form, received, sizes))
@@ -145,7 +144,7 @@ class TorchNetwork:
             work.wait(timedelta(seconds=waits.TELL_AFTER))
         if work.is_completed():
             return
-        wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout, waited=waits.TELL_AFTER)
+        wait = waits.Wait(self.world.number(self.world.rank), place, self._timeout, waited=waits.TELL_AFTER)
         with suppress(RuntimeError):  # the store may have ended with its rank, and the operation that fails says so better
             roll.arrive(operation)
         while not work.is_completed():
