@@ -72,6 +72,7 @@ def makers(door: str) -> dict[str, Maker]:
         "sgd": lambda names: torch.optim.SGD(names["model"].parameters(), lr=0.1, momentum=0.9),
         "optimizer": lambda names: compressed(names) if door == "horovod" else names["sgd"],
         "handle": lambda names: gradcomp.ddp.attach(names["model"], "topk", optimizer=names["optimizer"]),
+        "ranks_per_site": lambda names: 1,
         "rank": lambda names: dist.get_rank(),
         "step": lambda names: 0,
         "folder": lambda names: Path.cwd(),

@@ -1,4 +1,4 @@
-"""The examples, each run on two real ranks: the loss falls, ranks stay equal, and what each promises holds to the bit."""
+"""The examples, each run on real ranks: the loss falls, ranks stay equal, and what each promises holds to the bit."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def is_free(port: int) -> bool:
 
 
 def run(name: str, *arguments: str, killed_at: tuple[int, ...] = (0, 0)) -> list[dict[str, Any]]:
-    """Run an example on two ranks. Hold the survivors to equal weights."""
+    """Run an example on a rank for each entry of killed_at. Hold the survivors to equal weights."""
     port = next(filter(is_free, random.sample(range(20_000, 30_000), 100)))
     dies = {rank: -signal.SIGKILL for rank, at in enumerate(killed_at) if at}
-    found = ranks.launch(example, 2, name, port, list(killed_at), *arguments, seconds=60, dies=dies)
+    found = ranks.launch(example, len(killed_at), name, port, list(killed_at), *arguments, seconds=60, dies=dies)
     for own in found:
         assert torch.equal(own["weights"], found[0]["weights"]), "the ranks' weights differ"
     return found
@@ -146,6 +146,12 @@ def test_local_steps_go_on_to_the_bit_and_without_a_rank(tmp_path: Path) -> None
     assert all(torch.equal(own["weights"], other["weights"]) for own, other in zip(whole, parts, strict=True))
     shutil.rmtree(once / "rank-0")
     run("local_steps.py", str(once), "--steps", "100")
+
+
+@needs_digits
+def test_two_sites_learn_the_digits() -> None:
+    for spec in ("blocks", "topk"):
+        falls(run("two_sites.py", "--spec", spec, "--steps", "90", killed_at=(0,) * 4), 0.5)
 
 
 def test_fsdp_goes_on_to_the_bit_and_on_another_mesh(tmp_path: Path) -> None:
