@@ -36,8 +36,9 @@ def find_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     site, whole = "", getattr(model, "_orig_mod", model)
     if isinstance(whole, DistributedDataParallel) and (group := whole.process_group).size() < dist.get_world_size():
         model, site = whole.module, f"the site of rank {dist.get_process_group_ranks(group)[0]}"
-    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
-        raise TypeError(_WRAPPED.format(name=type(model).__name__))
+        whole = model
+    if isinstance(whole, (DistributedDataParallel, FullyShardedDataParallel)):
+        raise TypeError(_WRAPPED.format(name=type(whole).__name__))
     if any(isinstance(each, DTensor) for each in model.parameters()):
         raise TypeError(_SHARDED)
     if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's

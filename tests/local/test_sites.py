@@ -82,6 +82,10 @@ def on_ranks() -> dict[str, Any]:
     unequal = [dist.new_group([0, 1, 2]), dist.new_group([3])]
     found["unequal"] = refused(lambda: made(unequal[rank == 3]))
     found["whole"] = refused(lambda: made(None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        model = torch.compile(DistributedDataParallel(net()))
+    found["compiled"] = refused(lambda: gradcomp.local.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     model = DistributedDataParallel(net(), process_group=site)
     given = model.module if rank == 3 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,4 +136,5 @@ def test_wrong_groups_are_named() -> None:
     for rank in launched():
         assert "have 3, 1 ranks: make all equally large" in rank["unequal"]
         assert "exchanges gradients among all ranks in every step" in rank["whole"]
+        assert rank["compiled"] == rank["whole"]
         assert "dense:by_host=true" in rank["mixed"]
