@@ -7,7 +7,6 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.engine.slots import check_optimizer
@@ -20,7 +19,7 @@ _NO_NETWORK = (
 )
 _WRAPPED = (
     "the model is a {name}, which exchanges gradients among all ranks in every step; pass the model inside it, model.module. "
-    "For steps that exchange gradients within a site only, make it with process_group=, a group of the site's ranks"
+    "A DistributedDataParallel over the ranks of a site, its process_group=, is taken as it is"
 )
 _UNEQUAL = (
     "the process groups of the DistributedDataParallel models have {counts} ranks: make all equally large. Or pass the model "
@@ -39,7 +38,7 @@ def find_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         whole = model
     if isinstance(whole, (DistributedDataParallel, FullyShardedDataParallel)):
         raise TypeError(_WRAPPED.format(name=type(whole).__name__))
-    if any(isinstance(each, DTensor) for each in model.parameters()):
+    if any(hasattr(each, "to_local") for each in model.parameters()):
         raise TypeError(_SHARDED)
     if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
         raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))

@@ -167,6 +167,11 @@ class Bucket:
             self.frozen.residuals.clear()
             self.progress.empty()
 
+    def rest(self, names: Sequence[str]) -> None:
+        """Empty the residual of layers that no rank moves: levels between hosts round their zeros to something."""
+        if self.progress is not None:
+            self.frozen.rest([layer for layer, name in enumerate(self.layout.names) if name in names])
+
     def put_back(self) -> None:
         """Put the residuals of frozen layers back. The next step sets them aside again."""
         if self.progress is not None:
@@ -192,6 +197,11 @@ class FrozenLayers:
                 part = self._part(layer)
                 self.residuals[layer] = part.clone()
                 part.zero_()
+
+    def rest(self, layers: Sequence[int]) -> None:
+        """Empty what waits in layers, but for what is set aside."""
+        for layer in layers:
+            self._part(layer).zero_()
 
     def put_back(self, frozen: Sequence[int] = ()) -> None:
         """Put the residuals of all layers back, but for those that stay frozen."""

@@ -25,6 +25,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
 
 
+class Spare(nn.Module):
+    """The net with a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = net(), nn.Linear(8, 4)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = self.used(given)
+        return found
+
+
 def batch(step: int) -> Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * dist.get_rank() + step))
 
@@ -79,6 +91,13 @@ def on_ranks() -> dict[str, Any]:
         warnings.filterwarnings("ignore", "the progress of some rank was not finite")
         after = train(model, local, range(EVERY), float("inf") if rank == 3 else 1.0)
     found["back"] = before, after[-1]
+    model = DistributedDataParallel(Spare(), process_group=site, find_unused_parameters=True)
+    local = gradcomp.local.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), "sign", every=EVERY)
+    spare = model.module.spare.weight.detach().clone()
+    train(model, local, range(3 * EVERY))
+    waiting = local._fragments[0].session.resume.residual()
+    has_any = {name.partition(".")[0] for name, each in waiting.items() if each.any()}
+    found["spare"] = torch.equal(model.module.spare.weight, spare), has_any
     unequal = [dist.new_group([0, 1, 2]), dist.new_group([3])]
     found["unequal"] = refused(lambda: made(unequal[rank == 3]))
     found["whole"] = refused(lambda: made(None))
@@ -130,6 +149,11 @@ def test_a_site_that_is_not_finite_takes_all_back() -> None:
     for rank in launched():
         before, after = rank["back"]
         assert all(torch.equal(before[0], each) for each in [*before, *after])
+
+
+def test_a_layer_that_rests_has_nothing_waiting() -> None:
+    for rank in launched():
+        assert rank["spare"] == (True, {"used"})
 
 
 def test_wrong_groups_are_named() -> None:

@@ -310,7 +310,7 @@ class StepExchange:
         assert trained.reducer is not None
         size = self.session.network.world.size
         skipped = getattr(optimizer, "found_inf", None)  # a GradScaler sets it where the optimizer itself skips its step
-        on_cpu = skipped if isinstance(skipped, Tensor) and not skipped.is_cuda else None
+        on_cpu = (skipped != 0).float() if isinstance(skipped, Tensor) and not skipped.is_cuda else None
         try:
             if size > 1:
                 if buckets and not trained.exchanges and (key := kept_weights(optimizer)):
