@@ -74,9 +74,8 @@ def _gpus() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
-        old = (
-            "" if properties.major >= LEAST_CAPABILITY else f"the kernels need capability {LEAST_CAPABILITY}.0; use another GPU"
-        )
+        is_old = properties.major < LEAST_CAPABILITY
+        old = f"the kernels need capability {LEAST_CAPABILITY}.0; use another GPU" if is_old else ""
         yield Finding("GPU", f"{index}: {properties.name}, capability {properties.major}.{properties.minor}", old or advice)
     if any(not torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b):
         # Elsewhere an all-reduce went from 1.9 to 12.5 GB/s.

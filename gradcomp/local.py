@@ -61,9 +61,9 @@ class LocalStats(TypedDict):
     """Figures of a training by local steps on this rank.
 
     exchanges: what the ranks exchange, in words. steps: of the optimizer, also those that a GradScaler skipped.
-    synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment, and between
-    sites if there are any. bytes_sent_total: of all. compression: the bytes of all steps' gradients as float32 over
-    bytes_sent_total; None before the first synchronization.
+    synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment, and between sites if there are
+    any. bytes_sent_total: of all. compression: the bytes of all steps' gradients as float32 over bytes_sent_total; None before
+    the first synchronization.
     """
 
     exchanges: str

@@ -1,4 +1,4 @@
-"""What local steps find: the model, the ranks, and the sites of near ranks, each of which has a DistributedDataParallel."""
+"""Finds the model and the processes of local steps, and the sites within which a DistributedDataParallel averages gradients."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ class Bucket:
             self.frozen.residuals.clear()
             self.progress.empty()
 
-    def rest(self, names: Sequence[str]) -> None:
+    def rest(self, names: Container[str]) -> None:
         """Empty the residual of layers that no rank moves: levels between hosts round their zeros to something."""
         if self.progress is not None:
             self.frozen.rest([layer for layer, name in enumerate(self.layout.names) if name in names])

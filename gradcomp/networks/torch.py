@@ -72,10 +72,8 @@ class TorchNetwork:
         meeting = f"meeting {self._meetings}"
         self._roll.arrive(meeting, str(self._started))
         self._timeout, pause = _timeout_of(self.group), SHORTEST_PAUSE
-        end, wait = (
-            time.monotonic() + self._timeout,
-            waits.Wait(self.world.number(self.world.rank), waits.MEETING, self._timeout),
-        )
+        end = time.monotonic() + self._timeout
+        wait = waits.Wait(self.world.number(self.world.rank), waits.MEETING, self._timeout)
         try:
             while missing := self._roll.missing(meeting):
                 if time.monotonic() > end:

@@ -130,7 +130,7 @@ class Sharded(NamedTuple):
     resharded: bool = True
 
     def sent(self, world: World) -> int:
-        """Return the bytes that a rank sends to the others in a step."""
+        """Return the bytes that each process sends to the others in a step."""
         messages = [part.message for part in (*self.gather * (1 + self.resharded), *self.reduce) if part.message is not None]
         return sum(each.bytes * (world.size - 1 if each.kind == "gather" else 1) for each in messages)
 
