@@ -198,8 +198,7 @@ def over_alltoall() -> Rows:
 
 def weights() -> Rows:
     """Write a row for the bits of gathered weights: bytes beside bfloat16's by formula, and scores beside whole weights'."""
-    text = studied("weights", "shakespeare")
-    tones = studied("weights-pitch", "pitch")
+    text, tones = ({line["spec"]: line for line in lines_of(name)} for name in ("weights", "weights-pitch"))
     rows = [
         [
             "bits",
@@ -216,11 +215,6 @@ def weights() -> Rows:
         scores = [f"{line['worse_than_dense']:.2f} ({line['worse_at_most']:.2f})" for line in trained]
         rows.append([f"{bits}", f"{each / 16:.2f}", f"{(2 * each + 5.25) / 64:.2f}", f"below {error:.0e}", *scores])
     return rows
-
-
-def studied(name: str, task: str) -> dict[str, Line]:
-    """Return the lines of a study, by spec."""
-    return {line["spec"]: line for line in read(RESULTS / f"study-{name}.json")["tasks"][task]["lines"]}
 
 
 def mixed() -> Rows:
