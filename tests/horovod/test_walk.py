@@ -67,6 +67,7 @@ def program(door: str, spec: str) -> list[tuple[int, list[str]]]:
 @pytest.mark.parametrize("spec", BUDGETS)
 def test_a_step_keeps_to_its_budget_of_calls_and_files(spec: str, door: str, count: int) -> None:
     for steps in ranks.launch(program, count, door, spec):
-        calls, files = min(steps)
+        # Each by itself: a step that measures Adam's noise may have no more calls than another, and enters one more file.
+        calls, files = min(calls for calls, _ in steps), min((files for _, files in steps), key=len)
         assert calls <= BUDGETS[spec].calls, f"{calls} calls, of {files}"
         assert len(files) <= BUDGETS[spec].files, " ".join(files)
