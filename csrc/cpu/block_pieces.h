@@ -65,6 +65,31 @@ inline const float* read(const Pieces& grads, int piece, int64_t offset, int64_t
   return buffer;
 }
 
+HOT void scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
+  for (int64_t i = 0; i < n; ++i) to[i] = scale * from[i];
+}
+
+HOT void scale_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
+  for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(scale * from[i]);
+}
+
+HOT void scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
+  for (int64_t i = 0; i < n; ++i) to[i] = float_to_f16(scale * from[i]);
+}
+
+// Write a run, cast to its piece's type.
+inline void write(const float* from, const Pieces& grads, int piece, int64_t offset, int64_t count, float factor) {
+  auto* const halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
+  switch (grads.dtype[piece]) {
+    case Dtype::f32:
+      return scale_f32(from, static_cast<float*>(grads.data[piece]) + offset, count, factor);
+    case Dtype::f16:
+      return scale_f16(from, halves, count, factor);
+    case Dtype::bf16:
+      return scale_bf16(from, halves, count, factor);
+  }
+}
+
 template <class Work>
 void parallel_over(const Pieces& grads, Queue queue, Work work) {
   const int64_t n = grads.size();

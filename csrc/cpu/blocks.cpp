@@ -1,5 +1,5 @@
 // Rounding to a block's budget of bits, and adding up, on CPUs. A block stays in the fastest cache. Bytes an entry, with a word
-// for every 32 / bits entries beside them: take_blocks 8, add_blocks 8.
+// for every 32 / bits entries beside them: take_blocks 8, add_blocks 8, read_blocks 4, or 2 into halves.
 
 #include <algorithm>
 #include <atomic>
@@ -7,6 +7,7 @@
 #include "../math_blocks.h"
 #include "../math_payload.h"
 #include "../ops.h"
+#include "block_pieces.h"
 #include "entry_add.h"
 #include "lane_hot.h"
 #include "lane_vectors.h"
@@ -115,6 +116,26 @@ HOT void round_groups(float* x, int64_t groups, uint32_t top, int height, const 
   }
 }
 
+// Read a group that is neither constant nor empty, and move on to the next one's words.
+INLINE Group read_group(const uint32_t*& words, const uint32_t* end, uint32_t scale, int width) {
+  Words planes = {};
+  if (end - words >= 8) {  // and words of the next groups, for bits that are masked out
+    planes = *reinterpret_cast<const Unaligned*>(words);
+  } else {
+    memcpy(&planes, words, sizeof(uint32_t) * static_cast<size_t>(width));
+  }
+  words += width;
+  const EvenLevels levels(scale, width);
+  const Words codes = turned(planes);
+  const uint32_t mask = (1u << width) - 1;
+  Group group;
+  for (int i = 0; i < 4; ++i) {
+    const Integers number = reinterpret_cast<Integers>(codes >> (8 * i) & mask) - levels.top;
+    group.x[i] = __builtin_convertvector(number, Floats) * levels.step;
+  }
+  return group;
+}
+
 // Add scale times the entries of groups.
 HOT void add_groups(float* target, int64_t groups, uint32_t top, int height, const uint8_t* depths, const uint32_t* words,
                     const uint32_t* end, float scale) {
@@ -126,22 +147,28 @@ HOT void add_groups(float* target, int64_t groups, uint32_t top, int height, con
       const float value = scale * float_of(*words++);
       for (Floats& its : group.x) its += value;
     } else {
-      Words planes = {};
-      if (end - words >= 8) {  // and words of the next groups, for bits that are masked out
-        planes = *reinterpret_cast<const Unaligned*>(words);
-      } else {
-        memcpy(&planes, words, sizeof(uint32_t) * static_cast<size_t>(width));
-      }
-      words += width;
-      const EvenLevels levels(top - static_cast<uint32_t>(depth), width);
-      const Words codes = turned(planes);
-      const uint32_t mask = (1u << width) - 1;
-      for (int i = 0; i < 4; ++i) {
-        const Integers number = reinterpret_cast<Integers>(codes >> (8 * i) & mask) - levels.top;
-        group.x[i] += scale * (__builtin_convertvector(number, Floats) * levels.step);
-      }
+      const Group read = read_group(words, end, top - static_cast<uint32_t>(depth), width);
+      for (int i = 0; i < 4; ++i) group.x[i] += scale * read.x[i];
     }
     store_group(target, group);
+  }
+}
+
+// Write the entries of groups as bfloat16, straight from the vectors.
+HOT void write_groups(uint16_t* to, int64_t groups, uint32_t top, int height, const uint8_t* depths, const uint32_t* words,
+                      const uint32_t* end) {
+  using Halves = uint16_t __attribute__((vector_size(16), aligned(2), may_alias));
+  for (int64_t g = 0; g < groups; ++g, to += Blocks::kGroup) {
+    const int depth = depths[g], width = width_of(height, depth);
+    if (depth >= kConstant) {
+      std::fill_n(to, Blocks::kGroup, depth == kEmpty ? uint16_t{0} : float_to_bf16(0.0f + float_of(*words++)));
+      continue;
+    }
+    const Group read = read_group(words, end, top - static_cast<uint32_t>(depth), width);
+    for (int i = 0; i < 4; ++i) {  // all are finite
+      const Words bits = reinterpret_cast<Words>(read.x[i]);
+      *reinterpret_cast<Halves*>(to + 8 * i) = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+    }
   }
 }
 
@@ -195,8 +222,10 @@ void take_block(float* x, const Blocks& form, int64_t entries, uint32_t* words) 
   });
 }
 
-// Returns false, and adds nothing, for a block that is malformed, or whose sender had an entry that is not finite.
-bool add_block(float* target, const Blocks& form, int64_t entries, const uint32_t* words, float scale) {
+// Call use(groups, top, height, depths, words, end) with a block's groups. Returns false, and does not, for a block that is
+// malformed, or whose sender had an entry that is not finite.
+template <class Use>
+bool with_sound(const Blocks& form, int64_t entries, const uint32_t* words, const Use& use) {
   const int64_t groups = Blocks::groups_of(entries);
   const uint32_t top = top_of(words[0]);
   const int height = height_of(words[0]);
@@ -209,10 +238,29 @@ bool add_block(float* target, const Blocks& form, int64_t entries, const uint32_
     sound &= depths[g] >= kConstant || depths[g] + kLeastScale <= top;
   }
   if (!sound || there > form.budget(groups)) return false;
-  with_groups(target, entries, [&](float* whole) {
-    add_groups(whole, groups, top, height, depths, words + Blocks::codes_at(groups), words + form.words_of(groups), scale);
-  });
+  use(groups, top, height, depths, words + Blocks::codes_at(groups), words + form.words_of(groups));
   return true;
+}
+
+bool add_block(float* target, const Blocks& form, int64_t entries, const uint32_t* words, float scale) {
+  return with_sound(form, entries, words, [&](auto... block) {
+    with_groups(target, entries, [&](float* whole) { add_groups(whole, block..., scale); });
+  });
+}
+
+// Write a block into the pieces that hold it.
+void read_block(const Pieces& to, const Blocks& form, int64_t block, const uint32_t* words, bool flagged) {
+  const int64_t begin = form.begin(block), entries = form.entries(block);
+  const int piece = static_cast<int>(std::upper_bound(to.begin, to.begin + to.count + 1, begin) - to.begin) - 1;
+  if (to.dtype[piece] == Dtype::bf16 && begin + Blocks::kEntries <= to.begin[piece + 1] && !flagged) {
+    auto* const halves = static_cast<uint16_t*>(to.data[piece]) + (begin - to.begin[piece]);
+    if (with_sound(form, entries, words, [&](auto... its) { write_groups(halves, its...); })) return;
+  }
+  float x[Blocks::kEntries] = {};
+  if (!add_block(x, form, entries, words, 1) || flagged) x[0] = not_a_number();
+  blocks(to, begin, begin + entries, [&](int its, int64_t offset, int64_t at, int64_t count) {
+    write(x + at - begin, to, its, offset, count, 1);
+  });
 }
 
 // Call work(block) for every block, on some threads.
@@ -255,6 +303,15 @@ void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_
     sound &= reinterpret_cast<const int32_t*>(payloads.data[rank])[1] == 0;
   }
   if (!sound) spoil(target, {});
+}
+
+void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Queue queue) {
+  const Blocks form{to.size(), bits};
+  const bool flagged = reinterpret_cast<const int32_t*>(payload.data)[1] != 0;
+  const auto* const words = reinterpret_cast<const uint32_t*>(payload.data + kHeaderBytes);
+  for_blocks(form.n, queue.threads, [&](int64_t block) {
+    read_block(to, form, block, words + form.at(block), flagged);
+  });
 }
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {

@@ -41,32 +41,6 @@ void end_past_cache() {
 #endif
 }
 
-HOT void scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = scale * from[i];
-}
-
-HOT void scale_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(scale * from[i]);
-}
-
-HOT void scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_to_f16(scale * from[i]);
-}
-
-// Write a run, cast to its piece's type.
-void cast(const float* from, const Pieces& grads, int piece, int64_t offset, int64_t count, float factor, bool past_cache) {
-  auto* const floats = static_cast<float*>(grads.data[piece]) + offset;
-  auto* const halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
-  switch (grads.dtype[piece]) {
-    case Dtype::f32:
-      return (past_cache ? scale_past_cache : scale_f32)(from, floats, count, factor);
-    case Dtype::f16:
-      return scale_f16(from, halves, count, factor);
-    case Dtype::bf16:
-      return scale_bf16(from, halves, count, factor);
-  }
-}
-
 }  // namespace
 
 void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
@@ -84,10 +58,12 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       stretches(marks, at, count, [&](int64_t done, int64_t stretch, bool marked) {
-        if (marked) {
-          cast(flat.data + at + done, grads, piece, offset + done, stretch, scale, past_cache);
-        } else {
+        if (!marked) {
           clear(piece, offset + done, stretch);
+        } else if (past_cache && grads.dtype[piece] == Dtype::f32) {
+          scale_past_cache(flat.data + at + done, static_cast<float*>(grads.data[piece]) + offset + done, stretch, scale);
+        } else {
+          write(flat.data + at + done, grads, piece, offset + done, stretch, scale);
         }
       });
     });
@@ -96,7 +72,7 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
   if (failed) {
     const float mark = not_a_number();
     for (int piece = 0; piece < grads.count; ++piece) {
-      if (grads.begin[piece] < grads.begin[piece + 1]) cast(&mark, grads, piece, 0, 1, 1.0f, false);
+      if (grads.begin[piece] < grads.begin[piece + 1]) write(&mark, grads, piece, 0, 1, 1.0f);
     }
   }
 }

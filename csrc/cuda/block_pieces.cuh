@@ -36,7 +36,9 @@ static __device__ __forceinline__ T* place(const Pieces& grads, int piece, int64
   return static_cast<T*>(grads.data[piece]) + (entry - grads.begin[piece]);
 }
 
-static __device__ __forceinline__ float float_of(Dtype dtype, uint16_t half) {
+// An entry of a piece of this type as a float.
+static __device__ __forceinline__ float widened(Dtype, float entry) { return entry; }
+static __device__ __forceinline__ float widened(Dtype dtype, uint16_t half) {
   return dtype == Dtype::f16 ? f16_to_float(half) : bf16_to_float(half);
 }
 
@@ -46,7 +48,7 @@ static __device__ __forceinline__ Four read_piece(const Pieces& grads, int piece
   if (dtype == Dtype::f32) return load_four(place<const float>(grads, piece, entry), count);
   const FourHalves halves = load_four(place<const uint16_t>(grads, piece, entry), count);
   Four four;
-  for (int i = 0; i < 4; ++i) four.x[i] = float_of(dtype, halves.x[i]);
+  for (int i = 0; i < 4; ++i) four.x[i] = widened(dtype, halves.x[i]);
   return four;
 }
 
@@ -62,7 +64,7 @@ static __device__ __forceinline__ void read_share(const Pieces& grads, int piece
     FourHalves halves[kFours];
     UNROLLED for (int i = 0; i < kFours; ++i) halves[i] = load_whole(from + i * kRow);
     UNROLLED for (int i = 0; i < kFours; ++i) {
-      UNROLLED for (int j = 0; j < 4; ++j) share[i].x[j] = float_of(dtype, halves[i].x[j]);
+      UNROLLED for (int j = 0; j < 4; ++j) share[i].x[j] = widened(dtype, halves[i].x[j]);
     }
   }
 }
@@ -96,14 +98,14 @@ static __device__ __forceinline__ int only_piece(const Pieces& grads) {
 
 // Call work(piece, entry, count) for this thread's runs of the block's tile. A run is one to four entries of one piece. It
 // begins at a multiple of four, or where a piece begins.
-template <class Work>
+template <unsigned kThreads = kTileThreads, class Work>
 static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work work) {
   const int64_t n = grads.begin[grads.count];
   const int64_t tile = blockIdx.x * kTile;
   const int64_t tile_end = tile + kTile < n ? tile + kTile : n;
   const int low = piece_of(grads, tile, 0, grads.count - 1);
   const int high = piece_of(grads, tile_end - 1, low, grads.count - 1);
-  for (int64_t entry = tile + threadIdx.x * 4; entry < tile_end; entry += kRow) {
+  for (int64_t entry = tile + threadIdx.x * 4; entry < tile_end; entry += 4 * kThreads) {
     const int64_t end = entry + 4 < n ? entry + 4 : n;
     int piece = piece_of(grads, entry, low, high);
     for (int64_t at = entry; at < end;) {

@@ -1,13 +1,15 @@
 // Rounding to a block's budget of bits, and adding up, on a GPU: a block of threads for every block of entries, a thread for
 // every group. Entries go through shared memory, in rows that 32 threads can read at once.
 //
-// Bytes an entry, with a word for every 32 / bits entries beside them: take_blocks 8, add_blocks 8. About 20 instructions an
-// entry of take_blocks, 12 of add_blocks and a rank: at a warp a scheduler and cycle, a third of the time that the bytes take.
+// Bytes an entry, with a word for every 32 / bits entries beside them: take_blocks 8, add_blocks 8, read_blocks 4, or 2 into
+// halves. About 20 instructions an entry of take_blocks, 12 of add_blocks and a rank, 16 of read_blocks: at a warp a scheduler
+// and cycle, a third of the time that the bytes take; of read_blocks into halves, as long as its bytes take.
 
 #include "../math_blocks.h"
 #include "../math_payload.h"
 #include "../ops.h"
 #include "block.cuh"
+#include "block_pieces.cuh"
 #include "launch.cuh"
 #include "thread_add.cuh"
 #include "thread_four.cuh"
@@ -20,9 +22,9 @@ constexpr unsigned kThreads = Blocks::kGroups;
 constexpr unsigned kBlocks = 8;
 constexpr int kEntries = Blocks::kGroup;
 // Words from one group's entries in shared memory to those of the next: 32 threads then read 32 banks.
-constexpr unsigned kRow = kEntries + 1;
+constexpr unsigned kPadded = kEntries + 1;
 
-__device__ __forceinline__ unsigned row_place(unsigned entry) { return entry / kEntries * kRow + entry % kEntries; }
+__device__ __forceinline__ unsigned row_place(unsigned entry) { return entry / kEntries * kPadded + entry % kEntries; }
 
 // Copy the block's entries from `first` on into shared memory, and zeros behind the last. A thread asks for eight fours before
 // it uses the first.
@@ -100,7 +102,7 @@ __device__ __forceinline__ int find_height(int budget, const uint8_t* depths, un
 
 __global__ void __launch_bounds__(kThreads, kBlocks)
     take(float* residual, const int32_t* flag, const __grid_constant__ Blocks form, int32_t* header, uint32_t* words) {
-  __shared__ float rows[kThreads * kRow];
+  __shared__ float rows[kThreads * kPadded];
   __shared__ uint8_t depths[kThreads];
   __shared__ uint32_t top;
   const auto count = static_cast<unsigned>(form.entries(blockIdx.x));
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   fetch(x, count, rows);
 
-  float* const row = rows + threadIdx.x * kRow;
+  float* const row = rows + threadIdx.x * kPadded;
   const unsigned first = threadIdx.x * kEntries, there = first >= count             ? 0
                                                          : count - first < kEntries ? count - first
                                                                                     : kEntries;
@@ -188,16 +190,53 @@ struct Group {
   }
 };
 
+// Read this thread's groups in kAtOnce payloads from the first on, side by side, since each waits twice for memory: for the
+// depths of its groups, and then for the codes, whose places follow from them. Groups of a block that is not sound, and those
+// of payloads that are not there, are empty. Returns whether all blocks are sound.
+template <int kAtOnce>
+__device__ __forceinline__ bool read_groups(const Spans<const uint8_t>& payloads, int first, const Blocks& form,
+                                            Group (&some)[kAtOnce]) {
+  const auto groups = static_cast<unsigned>(Blocks::groups_of(form.entries(blockIdx.x)));
+  const auto budget = static_cast<unsigned>(form.budget(groups));
+  const uint32_t* codes[kAtOnce];
+  UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+    const bool there = kAtOnce == 1 || first + i < payloads.count;
+    const uint8_t* const payload = payloads.data[there ? first + i : first];
+    const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(blockIdx.x);
+    codes[i] = own + Blocks::codes_at(groups);
+    some[i].top = top_of(own[0]);
+    some[i].depth = there && threadIdx.x < groups ? reinterpret_cast<const uint8_t*>(own + 1)[threadIdx.x] : kEmpty;
+    some[i].width = width_of(height_of(own[0]), some[i].depth);
+  }
+  // Two widths share a word: their sums stay below 2^16.
+  uint32_t widths = 0, totals;
+  UNROLLED for (int i = 0; i < kAtOnce; ++i) widths |= static_cast<uint32_t>(some[i].width) << 16 * i;
+  const uint32_t befores = block_exclusive_sum<kThreads>(widths, totals);
+  bool sound = true;
+  UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+    const bool fits = some[i].depth >= kConstant || some[i].depth + kLeastScale <= some[i].top;
+    const bool own_sound =
+        __syncthreads_or(!fits) == 0 && some[i].top < kInfiniteScale && (totals >> 16 * i & 0xffff) <= budget;
+    sound = sound && own_sound;
+    if (!own_sound) some[i].depth = kEmpty, some[i].width = 0;
+    codes[i] += befores >> 16 * i & 0xffff;
+  }
+  UNROLLED for (int i = 0; i < kAtOnce; ++i) {
+    UNROLLED for (int bit = 0; bit < 8; ++bit) some[i].words[bit] = bit < some[i].width ? codes[i][bit] : 0;
+  }
+  return sound;
+}
+
+__device__ __forceinline__ bool is_flagged(const uint8_t* payload) { return reinterpret_cast<const int32_t*>(payload)[1] != 0; }
+
 // Add all payloads to the entries of a block, in order. If an update is given, they are added only where it is not finite, and
-// no payload spoils the target. kAtOnce payloads are read side by side, since each waits twice for memory: for the depths of
-// its groups, and then for the codes, whose places follow from them.
+// no payload spoils the target.
 template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_constant__ Spans<const uint8_t> payloads,
                                                 const __grid_constant__ Blocks form, float scale, const float* update) {
-  __shared__ float rows[kThreads * kRow];
+  __shared__ float rows[kThreads * kPadded];
   if (update != nullptr && is_finite(update[0])) return;
   const auto count = static_cast<unsigned>(form.entries(blockIdx.x));
-  const auto groups = static_cast<unsigned>(Blocks::groups_of(count)), budget = static_cast<unsigned>(form.budget(groups));
   float* const x = target + form.begin(blockIdx.x);
   // Other blocks may make the first entry NaN meanwhile.
   const bool is_watched = blockIdx.x == 0 && update == nullptr;
@@ -206,33 +245,11 @@ __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_cons
   bool sound = true;
   for (int first = 0; first < payloads.count; first += kAtOnce) {
     Group some[kAtOnce];
-    const uint32_t* codes[kAtOnce];
-    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
-      const bool there = kAtOnce == 1 || first + i < payloads.count;
-      const uint8_t* const payload = payloads.data[there ? first + i : first];
-      const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(blockIdx.x);
-      codes[i] = own + Blocks::codes_at(groups);
-      some[i].top = top_of(own[0]);
-      some[i].depth = there && threadIdx.x < groups ? reinterpret_cast<const uint8_t*>(own + 1)[threadIdx.x] : kEmpty;
-      some[i].width = width_of(height_of(own[0]), some[i].depth);
-      if (blockIdx.x == 0) sound = sound && reinterpret_cast<const int32_t*>(payload)[1] == 0;
+    sound = read_groups(payloads, first, form, some) && sound;
+    if (blockIdx.x == 0) {
+      for (int i = first; i < payloads.count && i < first + kAtOnce; ++i) sound = sound && !is_flagged(payloads.data[i]);
     }
-    // Two widths share a word: their sums stay below 2^16.
-    uint32_t widths = 0, totals;
-    UNROLLED for (int i = 0; i < kAtOnce; ++i) widths |= static_cast<uint32_t>(some[i].width) << 16 * i;
-    const uint32_t befores = block_exclusive_sum<kThreads>(widths, totals);
-    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
-      const bool fits = some[i].depth >= kConstant || some[i].depth + kLeastScale <= some[i].top;
-      const bool own_sound =
-          __syncthreads_or(!fits) == 0 && some[i].top < kInfiniteScale && (totals >> 16 * i & 0xffff) <= budget;
-      sound = sound && own_sound;
-      if (!own_sound) some[i].depth = kEmpty, some[i].width = 0;
-      codes[i] += befores >> 16 * i & 0xffff;
-    }
-    UNROLLED for (int i = 0; i < kAtOnce; ++i) {
-      UNROLLED for (int bit = 0; bit < 8; ++bit) some[i].words[bit] = bit < some[i].width ? codes[i][bit] : 0;
-    }
-    UNROLLED for (int i = 0; i < kAtOnce; ++i) some[i].add_to(rows + threadIdx.x * kRow, scale);
+    UNROLLED for (int i = 0; i < kAtOnce; ++i) some[i].add_to(rows + threadIdx.x * kPadded, scale);
   }
   put_back(x, count, rows, is_watched ? 1 : 0);
   if (threadIdx.x != 0 || update != nullptr) return;
@@ -241,6 +258,26 @@ __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_cons
   } else if (is_watched) {
     change_first(target, [&](float) { return rows[0]; });
   }
+}
+
+// Read a payload's block into pieces.
+__global__ void __launch_bounds__(kThreads)
+    read(const __grid_constant__ Spans<const uint8_t> payload, const __grid_constant__ Blocks form,
+         const __grid_constant__ Pieces to) {
+  __shared__ float rows[kThreads * kPadded];
+  Group some[1];
+  const bool sound = read_groups(payload, 0, form, some) && !is_flagged(payload.data[0]);
+  float* const row = rows + threadIdx.x * kPadded;
+  for (unsigned i = 0; i < kEntries; ++i) row[i] = 0;
+  some[0].add_to(row, 1);
+  if (threadIdx.x == 0 && !sound) row[0] = not_a_number();
+  __syncthreads();
+  for_each_run<kThreads>(to, [&](int piece, int64_t entry, int count) {
+    const auto at = static_cast<unsigned>(entry - form.begin(blockIdx.x));
+    Four four;
+    for (unsigned j = 0; j < 4; ++j) four.x[j] = j < static_cast<unsigned>(count) ? rows[row_place(at + j)] : 0;
+    write_piece<false>(to, piece, entry, count, four);
+  });
 }
 
 }  // namespace
@@ -257,6 +294,11 @@ void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_
   const auto add_them = payloads.count == 1 ? add<1> : add<2>;
   LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale,
          static_cast<const float*>(nullptr));
+}
+
+void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Queue queue) {
+  const Blocks form{to.size(), bits};
+  LAUNCH(read, blocks_for(form.count(), 1), kThreads, 0, queue, Spans(payload), form, to);
 }
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {

@@ -171,9 +171,7 @@ struct Delivery {
   float scale;
 };
 
-// A weight of a piece of this type, as a float and back.
-__device__ __forceinline__ float widened(Dtype, float weight) { return weight; }
-__device__ __forceinline__ float widened(Dtype dtype, uint16_t weight) { return float_of(dtype, weight); }
+// A float as a weight of a piece of this type.
 template <class Element>
 __device__ __forceinline__ Element narrowed(Dtype dtype, float weight) {
   if constexpr (std::is_same_v<Element, float>) return weight;

@@ -18,6 +18,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Field, Form, Gather, bytes_of
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.rounding import BlockRounding
+from gradcomp.native import kernels
 from gradcomp.networks import Network
 
 # The types of weights that are gathered rounded.
@@ -84,21 +85,23 @@ class GatheredWeights:
     def gather(self, module: int, shard: Tensor, result: Tensor, division: Division) -> None:
         """Gather the shards of a module's weights into the result, rank by rank. shard: this rank's, a part of the result."""
         own, own_whole = division.split(shard)
-        rounding = BlockRounding(self._bits, sum(division.rounded))
+        rounding, to, given = BlockRounding(self._bits, sum(division.rounded)), list[Tensor](), list[Tensor]()
         form: Form = (*rounding.form, Field("whole", shard.dtype, sum(division.whole)))
         payload = payloads.empty(form, shard.device)
         _copy(payload["whole"].split_with_sizes(division.whole), own_whole)
-        scratch = torch.cat(own).float()
-        rounding.take(scratch, None, None, key=0, payload=payload)
+        exact = torch.empty(sum(division.rounded), device=shard.device)
+        kernels.flatten(own, exact)
+        rounding.take(exact, None, None, key=0, payload=payload)
         request = Gather(payload)
         self.sent += bytes_of(request) * (self._network.world.size - 1)
         received = self._network.start(request, f"weights of module {module}")()
         assert isinstance(received, list)
         for part, each in zip(result.view(len(received), -1), received, strict=True):
             rounded, whole = division.split(part)
-            rounding.add(scratch.zero_(), [each], 1.0)
-            _copy(rounded, scratch.split_with_sizes(division.rounded))
-            _copy(whole, each["whole"].split_with_sizes(division.whole))
+            rounding.read(each, rounded)
+            to += whole
+            given += each["whole"].split_with_sizes(division.whole)
+        _copy(to, given)
 
 
 def _copy(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -126,6 +126,10 @@ class BlockRounding(Rounding):
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         kernels.settle_blocks(residual, self._bytes(payload), self.bits, update)
 
+    def read(self, payload: Payload, to: Sequence[Tensor]) -> None:
+        """Write the entries into tensors of any type, one after the other. NaN stands for what is not finite or malformed."""
+        kernels.read_blocks(self._bytes(payload), self.bits, to)
+
     def _bytes(self, payload: Payload) -> Tensor:
         return payload.bytes[: payloads.size(self.form)]
 

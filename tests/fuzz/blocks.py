@@ -6,6 +6,7 @@ import numpy as np
 from fuzz.call import Made, expect, maker
 from fuzz.chains import arrays_of, check_written, copy, empty, payload
 from fuzz.drawn import Content, Draw, Lent, same
+from fuzz.gradients import cast, now
 from fuzz.sparse import f32
 
 from gradcomp.native import extension, kernels
@@ -102,6 +103,23 @@ def add_blocks(draw: Draw) -> Made:
         expect(same(target.now, wanted), "the sums are wrong")
 
     return {"target": target, "payloads": payloads, "bits": bits, "scale": scale}, check
+
+
+@maker
+def read_blocks(draw: Draw) -> Made:
+    n, bits = draw.size(1), draw.randrange(2, 9)
+    to, own = draw.pieces(n), sent(draw, n, bits)
+
+    def check() -> None:
+        header, words = arrays_of(own.was, form_of(n, bits))
+        said, there, sound = said_by(words, n, bits)
+        x, at = np.where(there, said + f32(0), f32(0)), 0
+        x[::ENTRIES] = np.where(sound, x[::ENTRIES], f32(np.nan)) if header[1] == 0 else np.nan
+        for piece in to:
+            expect(same(now(piece), cast(x[at : at + len(piece)], piece)), "a piece is not what was sent")
+            at += len(piece)
+
+    return {"payload": own, "bits": bits, "to": to}, check
 
 
 @maker

@@ -12,7 +12,7 @@ from fuzz.drawn import Draw, Lent
 KERNELS = declared.kernels()
 SCRATCHES = declared.scratches()
 # Kernels that write into gradients, or into weights. ops.inc declares all pieces alike.
-WRITES_PIECES = ("spread", "offer_progress", "deliver_progress")
+WRITES_PIECES = ("read_blocks", "spread", "offer_progress", "deliver_progress")
 
 # Exceptions by which the binding, pybind11 and the array libraries refuse a call.
 REFUSALS = (ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)

@@ -195,6 +195,48 @@ def test_a_flag_or_an_entry_that_is_not_finite_reaches_the_target(device: torch.
             assert said[0].isnan() and said[1:].isfinite().all() and said.count_nonzero() > 1000
 
 
+def pieces_of(n: int, device: torch.device) -> list[Tensor]:
+    """Make pieces of all types: of a few blocks, of parts of one, and of some entries."""
+    types, sizes = (torch.bfloat16, torch.float32, torch.float16), (10_000, 1, 4097, 31, 7_000, 8_192, 3)
+    lengths = [*sizes, n - sum(sizes)]
+    return [torch.full((each,), 7.0, dtype=types[i % 3], device=device) for i, each in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_pieces_of_any_type_get_what_would_be_added_to_zeros(bits: int, device: torch.device) -> None:
+    n = 50_001
+    x = octaves(n, bits).to(device)
+    x[9000:9600], x[5000:5064] = 0.1, -1e-30
+    payload, _ = take(x, bits)
+    to = pieces_of(n, device)
+    BlockRounding(bits, n).read(payload, to)
+    wanted = read(payload, n, bits).split([each.numel() for each in to])
+    assert all(reference.same(got, want.to(got.dtype)) for got, want in zip(to, wanted, strict=True))
+
+
+def test_a_block_that_is_not_finite_is_so_in_the_pieces_that_hold_it(device: torch.device) -> None:
+    n = 50_001
+    wrong = octaves(n, 4).to(device)
+    wrong[5000] = torch.inf
+    payload, _ = take(wrong, 5)
+    to = pieces_of(n, device)
+    BlockRounding(5, n).read(payload, to)
+    found = torch.cat([each.float() for each in to])
+    assert found.isnan().nonzero().flatten().tolist() == [4096]
+    assert found[4097:8192].count_nonzero() == 0 and found[8192:].count_nonzero() > 10_000
+    flagged, _ = take(octaves(n, 4).to(device), 5, torch.ones(1, dtype=torch.int32, device=device))
+    BlockRounding(5, n).read(flagged, to)
+    assert torch.cat([each.float() for each in to]).isnan().nonzero().flatten().tolist() == [*range(0, n, 4096)]
+
+
+def test_more_pieces_than_a_launch_takes(device: torch.device) -> None:
+    n = 300 * 40
+    payload, _ = take(octaves(n, 4).to(device), 5)
+    to = [torch.empty(40, dtype=torch.bfloat16, device=device) for _ in range(300)]
+    BlockRounding(5, n).read(payload, to)
+    assert reference.same(torch.cat(to), read(payload, n, 5).bfloat16())
+
+
 def test_the_largest_scale_is_one_of_which_twice_as_much_is_finite(device: torch.device) -> None:
     x = 3.4e38 * torch.linspace(-1, 1, 64)
     payload, rest = take(x.to(device), 5)

@@ -3,7 +3,14 @@
 memory: the lender of a kernel's scratch; None takes fresh memory in every call.
 """
 
-from gradcomp.native.kernels.blocks import add_and_settle_blocks, add_blocks, block_words, settle_blocks, take_blocks
+from gradcomp.native.kernels.blocks import (
+    add_and_settle_blocks,
+    add_blocks,
+    block_words,
+    read_blocks,
+    settle_blocks,
+    take_blocks,
+)
 from gradcomp.native.kernels.gradients import (
     collect,
     flatten,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, launches, queue
+from gradcomp.native.extension import MOST_PIECES, Array, launches, queue
 
 # Entries of a group, which share a scale, and groups of a block, which share a budget.
 GROUP, GROUPS = 32, 128
@@ -27,6 +29,17 @@ def add_blocks(target: Array, payloads: Sequence[Array], bits: int, scale: float
     """Add scale * the entries of payloads, rank by rank. A flagged or malformed payload makes target[0] NaN."""
     for few in launches("add_blocks", payloads=payloads):
         extension.native.add_blocks(target, payloads[few], bits, scale, **queue(target))
+
+
+def read_blocks(payload: Array, bits: int, to: Sequence[Array]) -> None:
+    """Read a payload's entries into arrays, cast to the type of each. A flagged or malformed block's first entry is NaN."""
+    if len(to) > MOST_PIECES:
+        sizes = [each.numel() for each in to]
+        flat = torch.empty(sum(sizes), device=payload.device)
+        read_blocks(payload, bits, [flat])
+        torch._foreach_copy_([*to], [*flat.split_with_sizes(sizes)])
+        return
+    extension.native.read_blocks(payload, bits, to, **queue(payload))
 
 
 def settle_blocks(residual: Array, own: Array, bits: int, update: Array) -> None:
