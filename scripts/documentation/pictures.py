@@ -24,7 +24,8 @@ CLUSTERS = {
 # What charts call ways that are not called by their specs.
 CALLED = {"topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc", "bf16:steps=4": "bf16, 4 batches"}
 CALLED |= {"orq:levels=9": "orq, 9 levels", "orq:levels=9,momentum=0": "orq, 9 levels"}
-CALLED |= {"topk:ratio=0.0046,warmup=312": "topk, warm-up", "powersgd:rank=4": "PowerSGD 4"}
+CALLED |= {"topk:ratio=0.0046,warmup=312": "topk, warm-up", "powersgd:rank=4": "PowerSGD 4", "powersgd:rank=1": "PowerSGD 1"}
+CALLED |= {"weights:bits=8": "8 bits", "mixed-bf16": "bf16"}
 CALLED |= {f"topk:ratio={ratio}": f"topk {100 * ratio:.2g} %" for ratio in (0.02, 0.0046, 0.0018)}
 CALLED |= {f"sdagc:density={ratio}": f"sdagc {100 * ratio:.2g} %" for ratio in (0.0042, 0.0016)}
 CALLED |= {f"powersgd:rank={rank},start={start}": f"PowerSGD {rank}" for rank in (1, 2, 4, 8) for start in (80, 234)}
@@ -238,6 +239,28 @@ def scale() -> str:
         for spec, name in SCALED.items()
     ]
     curves(sheet, drawn, [f"{n:,}" for n in hosts], 220)
+    return sheet.svg()
+
+
+def links(record: Mapping[str, Any]) -> str:
+    """Draw gpu_check's milliseconds of a step between ranks that share a GPU, by link: a stage's record."""
+    sheet, rates = Sheet("Milliseconds of a GPT's step, by link"), list(dict.fromkeys(line["rate"] for line in record["lines"]))
+    sheet.heading("Milliseconds of a GPT's step, by link")
+    sheet.text(MARGIN, record["title"], "muted")
+    for rate in rates:
+        sheet.height += ROW + 6
+        sheet.text(MARGIN, "no limit" if rate == "none" else LINKS.get(rate, rate), "muted")
+        sheet.height += ROW
+        rows = list[tuple[str, bool, Sequence[Bar]]]()
+        for line in record["lines"]:
+            if line["rate"] == rate and "ms" in line:
+                name, (low, high) = CALLED.get(line["way"], line["way"]), line["ms_bounds"]
+                ms = line["ms"]["median"]
+                label = f"{line['door'].upper()} {name}" if name == "stock" or line["door"] != "ddp" else name
+                ours = not name.startswith(("stock", "bf16", "mixed", "PowerSGD", "powersgd"))
+                words = f"{ms:,.0f}" if low is None or high is None else f"{ms:,.0f} ({low:,.0f} to {high:,.0f})"
+                rows.append((label, ours, [Bar(ms, words)]))
+        bars(sheet, rows, 120)
     return sheet.svg()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from clusters import need_cluster
 
+from documentation import pictures
 from laboratory.cluster import network
 from laboratory.gpu import links, prices, shaping, stages, work
 from laboratory.gpu.stages import Output, Record, Stage
@@ -176,6 +177,10 @@ def check_links(found: Record, ranks: int) -> None:
 def test_the_rehearsal_of_links_and_prices_has_every_field(tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "prices", "links-2")
     check_links(found["links-2"], 2)
+    chart = pictures.links(found["links-2"])
+    assert found["links-2"]["title"] in chart and chart.count("<rect") == 1 + sum(
+        "ms" in one for one in found["links-2"]["lines"]
+    )
     races = found["links-2"]["race"]
     assert [each["way"] for each in races] == [*links.RACE]
     for each in races:

@@ -1,4 +1,4 @@
-"""The three calls of gpu_check, and their stages, the most telling ones first. `device` is cuda, or cpu in a dry run."""
+"""The calls of gpu_check, and their stages, the most telling ones first. `device` is cuda, or cpu in a dry run."""
 
 from __future__ import annotations
 
@@ -116,17 +116,17 @@ def tests_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     options = ["--device", device, "--width", "1024" if gpu else "64"]
     backend = ["--backend", "nccl" if gpu else "gloo"]
     jobs = {
+        "doors": ("torchrun", ["laboratory.gpu.job", "doors", *options, *backend]),
         "ddp": ("torchrun", ["laboratory.gpu.job", "ddp", *options, *backend]),
         "horovod-ranks": ("horovodrun", ["laboratory.gpu.job", "horovod", *options]),
-        "doors": ("torchrun", ["laboratory.gpu.job", "doors", *options, *backend]),
     }
     return [
+        [Stage(name, partial(run_ranks, launcher=launcher, job=job), 105) for name, (launcher, job) in jobs.items()],
         [
             Stage("whole-steps", partial(tests, device=device, wanted=of_steps), 110),
             Stage("kernels", partial(tests, device=device, wanted=of_kernels, most_workers=7), 140),
             Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=6), 110),
         ],
-        [Stage(name, partial(run_ranks, launcher=launcher, job=job), 105) for name, (launcher, job) in jobs.items()],
     ]
 
 
