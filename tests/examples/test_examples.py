@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -20,6 +21,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from clusters import cluster, need_cluster
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -152,6 +154,18 @@ def test_local_steps_go_on_to_the_bit_and_without_a_rank(tmp_path: Path) -> None
 def test_two_sites_learn_the_digits() -> None:
     for spec in ("blocks", "topk"):
         falls(run("two_sites.py", "--spec", spec, "--steps", "90", killed_at=(0,) * 4), 0.5)
+
+
+@needs_digits
+def test_two_sites_that_are_hosts_with_a_slow_link() -> None:
+    """As the page on local steps runs it; rank 0 sees the loss of its own site fall."""
+    need_cluster()
+    options = "--hosts 2 --ranks-per-host 2 --rate 10mbit --launcher torch --output 0"
+    done = cluster(options, [sys.executable, str(EXAMPLES / "two_sites.py"), "--steps", "100"])
+    assert done.returncode == 0, done.stderr
+    losses = [float(each) for each in re.findall(r"loss (\S+) on rank 0", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0] / 2
+    assert "between the sites, each rank sends 1239 times fewer bytes" in done.stdout
 
 
 def test_fsdp_goes_on_to_the_bit_and_on_another_mesh(tmp_path: Path) -> None:
