@@ -9,7 +9,7 @@ sends, so that no process sets are needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -105,7 +105,10 @@ def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Ac
     """Send shares of every shard to its owner on this host. Return the acc of the own shard: the sum of the host's shares."""
     owners = {rank: shard for shard, rank in enumerate(position.neighbours) if shard != position.shard}
     share = position.host_world.share
-    outgoing = {rank: state.payload(state.padded(acc.residual, shard), acc.flag, share) for rank, shard in owners.items()}
+    number = acc.frozen_number
+    outgoing = {
+        rank: state.payload(state.padded(acc.residual, shard), acc.flag, share, number) for rank, shard in owners.items()
+    }
     received = yield from send(outgoing, outgoing.keys(), state.form, acc.residual.device)
     for shard in owners.values():
         state.slice(acc.residual, shard).zero_()
@@ -116,8 +119,12 @@ def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Ac
     kernels.collect(
         total.split(state.shard_layout.sizes), residual, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
     )
-    flags = [flag, *(payload["flag"] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
-    return Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
+    flags = [flag, *(payload["flag"][:1] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
+    found = Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
+    if not number:
+        return found
+    numbers = torch.stack([total.new_tensor(number, dtype=torch.int32), *(each["flag"][1] for each in received.values())])
+    return replace(found, frozen=state.spans(acc.frozen, position.shard), agreed=(numbers == number).all())
 
 
 def _gather_shards(update: Update, state: ShardState, position: Position, memory: Memory) -> Requests[Tensor]:
@@ -274,8 +281,8 @@ class ShardState:
 
     @property
     def form(self) -> Form:
-        """Return the form of a shard's payload: its entries, and a flag that is not 0 where a gradient was not finite."""
-        return Field("flag", torch.int32, 1), Field("values", torch.float32, self.length)
+        """Return the form of a shard's payload: a flag for what is not finite with the number of frozen entries; entries."""
+        return Field("flag", torch.int32, 2), Field("values", torch.float32, self.length)
 
     def slice(self, flat: Tensor, shard: int) -> Tensor:
         """Slice a shard out of the bucket's flat array. The last one may be shorter than the others, or empty."""
@@ -286,12 +293,20 @@ class ShardState:
         view = self.slice(flat, shard)
         return view if len(view) == self.length else torch.nn.functional.pad(view, (0, self.length - len(view)))
 
-    def payload(self, values: Tensor, flag: Tensor | None, scale: float = 1.0) -> Payload:
-        """Write scale times a shard into a payload."""
+    def spans(self, frozen: Iterable[tuple[int, int]], shard: int) -> tuple[tuple[int, int], ...]:
+        """Cut spans of the bucket to those within a shard."""
+        first = shard * self.length
+        cut = [(max(begin - first, 0), min(end - first, self.length)) for begin, end in frozen]
+        return tuple((begin, end) for begin, end in cut if begin < end)
+
+    def payload(self, values: Tensor, flag: Tensor | None, scale: float = 1.0, number: int = 0) -> Payload:
+        """Write scale times a shard into a payload. number: of the rank's frozen entries."""
         payload = payloads.empty(self.form, values.device)
-        payload["flag"].zero_()
-        if flag is not None:
-            payload["flag"].copy_(flag)
+        payload["flag"].fill_(number)
+        if flag is None:
+            payload["flag"][0].zero_()
+        else:
+            payload["flag"][:1].copy_(flag)
         torch.mul(values, scale, out=payload["values"])
         return payload
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Acc:
         rates: The learning rate of each layer; None if no optimizer is known.
         peaks: The largest magnitude in each line of 64 entries, by which takes skip lines. None where that saves nothing.
         frozen: The spans of entries that this rank's frozen layers have. They are zeros.
+        agreed: bool, False where ranks whose sum this is have frozen others; None: it is of one rank.
     """
 
     residual: Tensor
@@ -100,6 +102,12 @@ class Acc:
     rates: tuple[float, ...] | None = None
     peaks: Tensor | None = None
     frozen: tuple[tuple[int, int], ...] = ()
+    agreed: Tensor | None = None
+
+    @property
+    def frozen_number(self) -> int:
+        """Number the frozen entries: 31 bits; 0 for none."""
+        return zlib.crc32(repr(self.frozen).encode()) & 0x7FFFFFFF or 1 if self.frozen else 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,11 +167,6 @@ class Bucket:
             self.frozen.residuals.clear()
             self.progress.empty()
 
-    def rest(self, names: Container[str]) -> None:
-        """Empty the residual of layers that no rank moves: levels between hosts round their zeros to something."""
-        if self.progress is not None:
-            self.frozen.rest([layer for layer, name in enumerate(self.layout.names) if name in names])
-
     def put_back(self) -> None:
         """Put the residuals of frozen layers back. The next step sets them aside again."""
         if self.progress is not None:
@@ -197,11 +192,6 @@ class FrozenLayers:
                 part = self._part(layer)
                 self.residuals[layer] = part.clone()
                 part.zero_()
-
-    def rest(self, layers: Sequence[int]) -> None:
-        """Empty what waits in layers, but for what is set aside."""
-        for layer in layers:
-            self._part(layer).zero_()
 
     def put_back(self, frozen: Sequence[int] = ()) -> None:
         """Put the residuals of all layers back, but for those that stay frozen."""

@@ -62,9 +62,6 @@ class Fragment:
         """
         with self.session.noting_failure():  # also of an error in the outer step: another rank's start may have moved
             self.session.gradients.finish()
-            rests = {name for name, moves in zip(self.weights, moved, strict=True) if not moves}
-            for bucket in self.session.reducer.buckets:
-                bucket.rest(rests)
             succeeded = all(bool(each.isfinite().all()) for each in self._progress)  # which are the means now
             if succeeded:
                 for start, mean, moves in zip(self.starts.values(), self._progress, moved, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,7 +178,7 @@ class Rounded(Compressor):
 def _name_frozen(payload: Payload, acc: Acc, received: Collection[Payload] = ()) -> None:
     """Write the number of this rank's frozen entries into a payload's header, unless one that was received has another."""
     if acc.frozen:
-        payload["header"][:1] = _number(acc) * _agree(acc, received)
+        payload["header"][:1] = acc.frozen_number * _agree(acc, received)
 
 
 def _leave_frozen(update: Tensor, acc: Acc, received: Sequence[Payload]) -> None:
@@ -196,14 +195,9 @@ def _leave_frozen(update: Tensor, acc: Acc, received: Sequence[Payload]) -> None
 
 def _agree(acc: Acc, payloads: Collection[Payload]) -> Tensor:
     """Decide on the device whether the senders of payloads have frozen the entries that this rank has."""
-    numbers = [payload["header"][0] for payload in payloads]
-    own = torch.full((), _number(acc), dtype=torch.int32, device=acc.residual.device)
-    return (torch.stack([own, *numbers]) == own).all()
-
-
-def _number(acc: Acc) -> int:
-    """Number the frozen entries: 31 bits, not 0, which stands for none."""
-    return zlib.crc32(repr(acc.frozen).encode()) & 0x7FFFFFFF or 1
+    own = torch.full((), acc.frozen_number, dtype=torch.int32, device=acc.residual.device)
+    agree = (torch.stack([own, *(payload["header"][0] for payload in payloads)]) == own).all()
+    return agree if acc.agreed is None else agree & acc.agreed
 
 
 class RoundedState:

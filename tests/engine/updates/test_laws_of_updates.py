@@ -220,6 +220,32 @@ def test_a_frozen_layer_does_not_move_and_its_residual_comes_back(spec: str) -> 
         assert waits["a"].any() and not torch.equal(ours.residual()["a"], waits["a"])
 
 
+@pytest.mark.parametrize("spec", ["sign", "linear", "orq:levels=3", "bingrad", "orq:levels=3,route=alltoall"])
+def test_a_frozen_layer_does_not_move_where_hosts_exchange(spec: str) -> None:
+    """Levels between hosts round its zeros to something, also in the shard of another rank."""
+    ours = Replicas(f"{spec}{',' if ':' in spec else ':'}by_host=true", of_sgd, SHAPES, 4, hosts=2).train(4)
+    ours.freeze("a", "scalar")
+    before, waits = ours.copied(), ours.residual()
+    ours.train(5, 4)
+    now, still = ours.copied(), ours.residual()
+    for name in ("a", "scalar"):
+        assert torch.equal(now[name], before[name]) and torch.equal(still[name], waits[name]), name
+    assert not torch.equal(now["wide"], before["wide"])
+
+
+@pytest.mark.parametrize("which", [(1,), (0, 2), (1, 3)])
+def test_a_layer_that_some_ranks_of_a_host_have_frozen_moves_alike_on_all(which: tuple[int, ...]) -> None:
+    """Also in the shards that they own."""
+    ours = Replicas("sign:by_host=true", of_sgd, {"a": (40, 31), "b": (40, 31)}, 4, hosts=2).train(4)
+    before = ours.copied()
+    for rank in which:
+        ours.ranks[rank].weights["b"].requires_grad_(False)
+    ours.train(4, 4)
+    first, *others = [{name: each.detach() for name, each in rank.weights.items()} for rank in ours.ranks]
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    assert (first["b"] != before["b"]).all()
+
+
 @pytest.mark.parametrize("spec", KEEP)
 def test_a_layer_that_is_frozen_after_backward_and_moved_by_the_step_is_exchanged(spec: str) -> None:
     """As in a GAN that freezes one network while the other one's gradients come, and steps both at the end."""
