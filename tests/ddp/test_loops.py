@@ -254,6 +254,21 @@ def test_a_rollback_in_mid_step_is_torchs_own(kind: Any, spec: str) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_training_goes_back_to_a_state_of_torch_alone(kind: Any, spec: str, steps: int) -> None:
+    """What the loaded moments have not delivered is delivered, also by an optimizer that has stepped before."""
+
+    def training(spec: str | None) -> Run:
+        first = Run(kind, None).on(range(4))
+        run = Run(kind, spec).on(range(steps))
+        run.model.load_state_dict(first.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        return run.on(range(4, 12))
+
+    same(training, spec)
+
+
+@kinds
 def test_a_training_resumes_with_new_objects(kind: Any, spec: str) -> None:
     def training(spec: str | None) -> Run:
         first, run = Run(kind, spec).on(range(20)), Run(kind, spec)

@@ -180,7 +180,8 @@ class HiddenMomentum:
         """Forget what is hidden: the optimizer has loaded other settings, and other moments."""
         if (optimizer := self._optimizer()) is not None:
             _hidden.pop(optimizer, None)
-            self._end_spent(optimizer)
+            self._has_hidden = False
+            end_spent(each for group in optimizer.param_groups for each in group["params"])  # the groups are new objects
 
     def _end_spent(self, optimizer: torch.optim.Optimizer) -> None:
         self._has_hidden = False

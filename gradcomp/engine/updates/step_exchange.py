@@ -129,7 +129,7 @@ class StepExchange:
         trained.momentum.forget()
         if not trained.exchanges or self.keeps_residuals:
             return
-        trained.exchanges = 0
+        trained.exchanges, trained.is_new = 0, True
         for bucket in trained.buckets:
             bucket.empty()
 
