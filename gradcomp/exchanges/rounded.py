@@ -97,8 +97,9 @@ class Rounded(Compressor):
 
         A rank adds its own entries unrounded. The rounding error of its sums stays in its residual.
         """
-        sums, sent, received = yield from self._sum_own_part(acc, state, world, parts, bounds)
-        own, rounding = parts.part_of(acc.residual, world.rank), self.rounding(len(sums))
+        own = parts.part_of(acc.residual, world.rank)
+        sums, rounding = own * world.share, self.rounding(len(own))
+        sent, received = yield from self._sum_own_part(acc, state, world, parts, bounds, sums)
         flag = acc.flag  # without one, sums say themselves that they overflow
         if flag is not None:
             flag = torch.stack([flag, *(payload["header"][1:] for payload in received.values())]).amax(0)
@@ -132,13 +133,14 @@ class Rounded(Compressor):
         parts = GroupPartition(n, self.group, world.size)
         bounds = [self.bounds_of_sums(parts.part_of(acc.residual, rank), state) for rank in range(world.size)]
         joined = None if bounds[0] is None else torch.cat([each for each in bounds if each is not None])
-        sums, _, _ = yield from self._sum_own_part(acc, state, world, parts, joined)
+        sums = parts.part_of(acc.residual, world.rank).mul_(world.share)
+        yield from self._sum_own_part(acc, state, world, parts, joined, sums)
         return sums
 
     def _sum_own_part(
-        self, acc: Acc, state: Any, world: World, parts: GroupPartition, bounds: Tensor | None
-    ) -> Requests[tuple[Tensor, dict[int, Payload], dict[int, Payload]]]:
-        """Send the other ranks their parts, and add up the own one. Return its sums, and payloads sent and received."""
+        self, acc: Acc, state: Any, world: World, parts: GroupPartition, bounds: Tensor | None, sums: Tensor
+    ) -> Requests[tuple[dict[int, Payload], dict[int, Payload]]]:
+        """Send the other ranks their parts, and add theirs to the share of the own one. Return payloads sent and received."""
         own, form = parts.part_of(acc.residual, world.rank), self._form(parts)
         sent = {}
         for rank in parts.owners:
@@ -150,10 +152,9 @@ class Rounded(Compressor):
             sent[rank] = self.rounding(len(part)).take(part, part_bounds, acc.flag, key, payload, acc.memory)
             _name_frozen(payload, acc)
         received = yield from send(sent, world.others if len(own) else [], form, own.device)
-        sums = own * world.share
         if len(own):
             self.rounding(len(own)).add(sums, [received[rank] for rank in sorted(received)], world.share)
-        return sums, sent, received
+        return sent, received
 
     def _form(self, parts: GroupPartition) -> Form:
         """Return the form of all parts' payloads: that of the largest."""
