@@ -55,6 +55,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("most_ranks") = Spans<float>::kMost;
   m.attr("moments") = kMoments;
   m.attr("line") = kLine;
+  m.attr("counters") = kCounters;
   m.attr("largest") = kLargest;
   m.attr("tile") = kSketchTile;
   m.attr("search_block") = SketchPart::kBlock;

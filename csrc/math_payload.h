@@ -6,6 +6,7 @@
 #include "math_blocks.h"
 #include "math_packed.h"
 #include "math_rounding.h"
+#include "span.h"
 
 namespace gradcomp {
 
@@ -34,6 +35,16 @@ struct LevelsPayload {
       : levels(groups.count() * count), words(packing_of(count)->words(groups)) {}
   int64_t words_at() const { return kHeaderBytes + padded(4 * levels); }
   int64_t bytes() const { return words_at() + 8 * words; }
+};
+
+// What this rank has sent, taken apart.
+struct OwnPacked {
+  Span<const uint32_t> blocks, entries;
+  Span<const int32_t> header;
+};
+struct OwnLevels {
+  Span<const float> levels;
+  Span<const uint64_t> words;
 };
 
 // The payload of n entries in blocks: header, the blocks' words.

@@ -39,6 +39,9 @@ struct Spans {
 // The number of entries in a line. A line of a sparse update has one mark, a line of a residual one peak.
 constexpr int64_t kLine = 64;
 
+// The number of zeros in which a kernel's blocks count on a GPU: their ticket.
+constexpr int64_t kCounters = 1;
+
 enum class Dtype : uint8_t { f32, f16, bf16 };
 
 // The gradients of a bucket, each where autograd left it. Piece i is entries [begin[i], begin[i + 1]) of the bucket.

@@ -318,4 +318,10 @@ void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, 
   if (!is_finite(update.data[0])) add_all(residual, Spans(own), bits, 1, queue);
 }
 
+void add_and_settle_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale,
+                           Span<float> residual, Span<const uint8_t> own, Span<uint32_t>, Queue queue) {
+  add_blocks(target, payloads, bits, scale, queue);
+  settle_blocks(residual, own, bits, {target.data, target.size}, queue);
+}
+
 }  // namespace gradcomp::cpu

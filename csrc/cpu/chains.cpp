@@ -10,6 +10,24 @@ void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue)
   header.data[1] = flag.given() ? flag.data[0] : 0;
 }
 
+namespace {
+
+void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                    const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
+                    Span<float> residual, const OwnPacked& own, float keep, uint32_t*, Queue queue) {
+  add_packed(target, marks, blocks, entries, headers, capacity, scale, queue);
+  settle_packed(residual, own.blocks, own.entries, own.header, {target.data, target.size}, capacity, keep, queue);
+}
+
+void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                    const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Span<float> residual,
+                    const OwnLevels& own, uint32_t*, Queue queue) {
+  add_levels(target, levels, words, headers, group, count, scale, queue);
+  settle_levels(residual, own.levels, own.words, group, count, {target.data, target.size}, queue);
+}
+
+}  // namespace
+
 #include "../chains.inc"
 
 }  // namespace gradcomp::cpu

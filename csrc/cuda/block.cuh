@@ -74,7 +74,8 @@ static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint3
 }
 
 // Return true in the last of `blocks` blocks that call this, and false in the others. The last block may then read all blocks'
-// earlier writes to global memory, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0.
+// earlier writes to global memory, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0,
+// and is 0 again after the launch.
 //
 // The first barrier collects all threads' results, which one thread's fence publishes before it takes the ticket for all. Its
 // second fence keeps their reads behind the ticket, of which the second barrier tells them.
@@ -87,7 +88,9 @@ static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t 
     __threadfence();
   }
   __syncthreads();
-  return place == blocks - 1;
+  if (place != blocks - 1) return false;
+  if (threadIdx.x == 0) *ticket = 0;
+  return true;
 }
 
 // A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it to that of all blocks. The digit

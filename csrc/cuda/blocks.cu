@@ -4,6 +4,8 @@
 // Bytes an entry, with a word for every 32 / bits entries beside them: take_blocks 8, add_blocks 8, read_blocks 4, or 2 into
 // halves. About 20 instructions an entry of take_blocks, 12 of add_blocks and a rank, 16 of read_blocks: at a warp a scheduler
 // and cycle, a third of the time that the bytes take; of read_blocks into halves, as long as its bytes take.
+// The last block of add_and_settle_blocks settles: a ticket a block, predicted 1 us a launch of 6 M entries; alone, it moves
+// some 50 GB/s in a failed step.
 
 #include "../math_blocks.h"
 #include "../math_payload.h"
@@ -194,15 +196,15 @@ struct Group {
 // depths of its groups, and then for the codes, whose places follow from them. Groups of a block that is not sound, and those
 // of payloads that are not there, are empty. Returns whether all blocks are sound.
 template <int kAtOnce>
-__device__ __forceinline__ bool read_groups(const Spans<const uint8_t>& payloads, int first, const Blocks& form,
-                                            Group (&some)[kAtOnce]) {
-  const auto groups = static_cast<unsigned>(Blocks::groups_of(form.entries(blockIdx.x)));
+__device__ __forceinline__ bool read_groups(unsigned block, const Spans<const uint8_t>& payloads, int first,
+                                            const Blocks& form, Group (&some)[kAtOnce]) {
+  const auto groups = static_cast<unsigned>(Blocks::groups_of(form.entries(block)));
   const auto budget = static_cast<unsigned>(form.budget(groups));
   const uint32_t* codes[kAtOnce];
   UNROLLED for (int i = 0; i < kAtOnce; ++i) {
     const bool there = kAtOnce == 1 || first + i < payloads.count;
     const uint8_t* const payload = payloads.data[there ? first + i : first];
-    const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(blockIdx.x);
+    const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(block);
     codes[i] = own + Blocks::codes_at(groups);
     some[i].top = top_of(own[0]);
     some[i].depth = there && threadIdx.x < groups ? reinterpret_cast<const uint8_t*>(own + 1)[threadIdx.x] : kEmpty;
@@ -229,35 +231,65 @@ __device__ __forceinline__ bool read_groups(const Spans<const uint8_t>& payloads
 
 __device__ __forceinline__ bool is_flagged(const uint8_t* payload) { return reinterpret_cast<const int32_t*>(payload)[1] != 0; }
 
-// Add all payloads to the entries of a block, in order. If an update is given, they are added only where it is not finite, and
-// no payload spoils the target.
+// Add all payloads to the entries of a block, in order. spoils: an unsound payload spoils the target.
 template <int kAtOnce>
-__global__ void __launch_bounds__(kThreads) add(float* target, const __grid_constant__ Spans<const uint8_t> payloads,
-                                                const __grid_constant__ Blocks form, float scale, const float* update) {
-  __shared__ float rows[kThreads * kPadded];
-  if (update != nullptr && is_finite(update[0])) return;
-  const auto count = static_cast<unsigned>(form.entries(blockIdx.x));
-  float* const x = target + form.begin(blockIdx.x);
+__device__ __forceinline__ void add_to_block(unsigned block, float* target, const Spans<const uint8_t>& payloads,
+                                             const Blocks& form, float scale, bool spoils, float* rows) {
+  const auto count = static_cast<unsigned>(form.entries(block));
+  float* const x = target + form.begin(block);
   // Other blocks may make the first entry NaN meanwhile.
-  const bool is_watched = blockIdx.x == 0 && update == nullptr;
+  const bool is_watched = block == 0 && spoils;
   fetch(x, count, rows, is_watched ? 1 : 0);
   if (is_watched && threadIdx.x == 0) rows[0] = *static_cast<volatile float*>(target);
   bool sound = true;
   for (int first = 0; first < payloads.count; first += kAtOnce) {
     Group some[kAtOnce];
-    sound = read_groups(payloads, first, form, some) && sound;
-    if (blockIdx.x == 0) {
+    sound = read_groups(block, payloads, first, form, some) && sound;
+    if (block == 0) {
       for (int i = first; i < payloads.count && i < first + kAtOnce; ++i) sound = sound && !is_flagged(payloads.data[i]);
     }
     UNROLLED for (int i = 0; i < kAtOnce; ++i) some[i].add_to(rows + threadIdx.x * kPadded, scale);
   }
   put_back(x, count, rows, is_watched ? 1 : 0);
-  if (threadIdx.x != 0 || update != nullptr) return;
+  if (threadIdx.x != 0 || !spoils) return;
   if (!sound) {
     spoil({target, form.n}, {});
   } else if (is_watched) {
     change_first(target, [&](float) { return rows[0]; });
   }
+}
+
+// Put back what this rank has sent, by the one block that calls this.
+ONE_COPY __device__ void put_all_back(float* residual, const Spans<const uint8_t>& own, const Blocks& form, float* rows) {
+  for (unsigned block = 0; block < gridDim.x; ++block) {
+    add_to_block<1>(block, residual, own, form, 1.0f, false, rows);
+    __syncthreads();  // the next one writes shared memory
+  }
+}
+
+// If a residual is given, the last block settles.
+template <int kAtOnce>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    add(float* target, const __grid_constant__ Spans<const uint8_t> payloads, const __grid_constant__ Blocks form, float scale,
+        float* residual, const __grid_constant__ Spans<const uint8_t> own, uint32_t* ticket) {
+  __shared__ float rows[kThreads * kPadded];
+  add_to_block<kAtOnce>(blockIdx.x, target, payloads, form, scale, true, rows);
+  if (residual == nullptr || !is_last_block(ticket, gridDim.x)) return;
+  if (!is_finite(__ldcg(target))) put_all_back(residual, own, form, rows);
+}
+
+__global__ void __launch_bounds__(kThreads) settle(float* residual, const __grid_constant__ Spans<const uint8_t> own,
+                                                   const __grid_constant__ Blocks form, const float* update) {
+  __shared__ float rows[kThreads * kPadded];
+  if (!is_finite(update[0])) add_to_block<1>(blockIdx.x, residual, own, form, 1.0f, false, rows);
+}
+
+void launch_add(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, float* residual,
+                Span<const uint8_t> own, uint32_t* ticket, Queue queue) {
+  const Blocks form{target.size, bits};
+  const auto add_them = payloads.count == 1 ? add<1> : add<2>;
+  LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale, residual, Spans(own),
+         ticket);
 }
 
 // Read a payload's block into pieces.
@@ -266,7 +298,7 @@ __global__ void __launch_bounds__(kThreads)
          const __grid_constant__ Pieces to) {
   __shared__ float rows[kThreads * kPadded];
   Group some[1];
-  const bool sound = read_groups(payload, 0, form, some) && !is_flagged(payload.data[0]);
+  const bool sound = read_groups(blockIdx.x, payload, 0, form, some) && !is_flagged(payload.data[0]);
   float* const row = rows + threadIdx.x * kPadded;
   for (unsigned i = 0; i < kEntries; ++i) row[i] = 0;
   some[0].add_to(row, 1);
@@ -290,10 +322,7 @@ void take_blocks(Span<float> residual, OptionalSpan<const int32_t> flag, int64_t
 }
 
 void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, Queue queue) {
-  const Blocks form{target.size, bits};
-  const auto add_them = payloads.count == 1 ? add<1> : add<2>;
-  LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale,
-         static_cast<const float*>(nullptr));
+  launch_add(target, payloads, bits, scale, nullptr, {}, nullptr, queue);
 }
 
 void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Queue queue) {
@@ -303,7 +332,12 @@ void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Qu
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {
   const Blocks form{residual.size, bits};
-  LAUNCH(add<1>, blocks_for(form.count(), 1), kThreads, 0, queue, residual.data, Spans(own), form, 1.0f, update.data);
+  LAUNCH(settle, blocks_for(form.count(), 1), kThreads, 0, queue, residual.data, Spans(own), form, update.data);
+}
+
+void add_and_settle_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale,
+                           Span<float> residual, Span<const uint8_t> own, Span<uint32_t> counters, Queue queue) {
+  launch_add(target, payloads, bits, scale, residual.data, own, counters.data, queue);
 }
 
 }  // namespace gradcomp::cuda

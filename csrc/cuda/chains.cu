@@ -18,6 +18,14 @@ void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue 
   LAUNCH(write, 1, 1, 0, queue, flag.data, header.data);
 }
 
+// One launch each, whose last block settles (packed.cu, round.cu).
+void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                    const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
+                    Span<float> residual, const OwnPacked& own, float keep, uint32_t* ticket, Queue queue);
+void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                    const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Span<float> residual,
+                    const OwnLevels& own, uint32_t* ticket, Queue queue);
+
 #include "../chains.inc"
 
 }  // namespace gradcomp::cuda

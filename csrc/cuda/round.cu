@@ -2,11 +2,13 @@
 // block copies some of them there in fours, and back. Longer groups are changed where they lie, a batch of a word's entries at
 // a time; so are groups of two levels, whose threads read whole lines of memory.
 //
-// Bytes: take_levels 8 an entry, add_levels 8, both 8 a word.
+// Bytes: take_levels 8 an entry, add_levels 8, both 8 a word. Where what was sent is settled, too, the last block does so after
+// a failed exchange: a ticket a block, predicted 2 us a launch of 6 M entries; alone, it moves some 50 GB/s in a failed step.
 
 #include "../math.h"
-#include "../math_rounding.h"
+#include "../math_payload.h"
 #include "../ops.h"
+#include "block.cuh"
 #include "launch.cuh"
 #include "thread_four.cuh"
 
@@ -99,12 +101,12 @@ __device__ __forceinline__ void change_batch(float* x, const Place& place, uint3
   }
 }
 
-// Call change(entries, place, number) for each word.
+// Call change(entries, place, number) for each word of a block.
 template <int kLevels, bool kStaged, class Change>
-__device__ __forceinline__ void change_words(float* x, const Layout& layout, Change change) {
+__device__ __forceinline__ void change_words(uint32_t block, float* x, const Layout& layout, Change change) {
   // The block's first group, or the bucket's, and the number of this thread's word from that group's first on.
-  const uint32_t group = kStaged ? blockIdx.x * layout.groups : 0;
-  const uint32_t word = kStaged ? threadIdx.x : blockIdx.x * threads<false> + threadIdx.x;
+  const uint32_t group = kStaged ? block * layout.groups : 0;
+  const uint32_t word = kStaged ? threadIdx.x : block * threads<false> + threadIdx.x;
   const uint32_t past = kStaged ? group + layout.groups - 1 : layout.last;
   const uint32_t number = group * layout.words + word, before = group + word / layout.words;
   const uint32_t its_group = before < layout.last ? before : layout.last;
@@ -186,7 +188,7 @@ template <int kLevels, bool kStaged>
 __global__ void __launch_bounds__(threads<kStaged>, blocks<kStaged>)
     round_words(float* residual, const float* levels, const float* cuts, const __grid_constant__ Layout layout, uint32_t seed,
                 uint64_t* words) {
-  change_words<kLevels, kStaged>(residual, layout, [&](float* x, const Place& place, uint32_t at) {
+  change_words<kLevels, kStaged>(blockIdx.x, residual, layout, [&](float* x, const Place& place, uint32_t at) {
     words[at] = round_word<kLevels, kStaged>(x, place, levels, cuts, seed);
   });
 }
@@ -266,18 +268,35 @@ __device__ __forceinline__ void add_word(float* x, const Place& place, uint32_t 
   if constexpr (kDigit + kBatch < per_word<kLevels>) add_word<kLevels, kStaged, kDigit + kBatch>(x, place, at, ranks);
 }
 
+// What a failed exchange puts back: what this rank has sent, if the residual is given. Also the ticket of those that add.
+struct Repair {
+  float* residual;
+  Spans<const float> levels;
+  Spans<const uint64_t> words;
+  uint32_t* ticket;
+};
+
+template <int kLevels, bool kStaged>
+__device__ __forceinline__ void put_back(uint32_t block, float* residual, const Layout& layout, const Ranks& own) {
+  change_words<kLevels, kStaged>(block, residual, layout, [&](float* x, const Place& place, uint32_t at) {
+    add_word<kLevels, kStaged>(x, place, at, own);
+  });
+}
+
 // The thread that wrote the first entry sets it to NaN.
 template <int kLevels, bool kStaged>
 __global__ void __launch_bounds__(threads<kStaged>, blocks<kStaged>)
     add_words(float* target, const __grid_constant__ Spans<const float> levels,
               const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Spans<const int32_t> headers,
-              const __grid_constant__ Layout layout, float scale) {
-  change_words<kLevels, kStaged>(target, layout, [&](float* x, const Place& place, uint32_t at) {
-    add_word<kLevels, kStaged>(x, place, at, {levels, words, scale});
-  });
-  if (blockIdx.x + threadIdx.x != 0) return;
-  for (int rank = 0; rank < headers.count; ++rank) {
+              const __grid_constant__ Layout layout, float scale, const __grid_constant__ Repair own) {
+  put_back<kLevels, kStaged>(blockIdx.x, target, layout, {levels, words, scale});
+  for (int rank = 0; rank < headers.count && blockIdx.x + threadIdx.x == 0; ++rank) {
     if (headers.data[rank][1] != 0) target[0] = not_a_number();
+  }
+  if (own.residual == nullptr || !is_last_block(own.ticket, gridDim.x) || is_finite(__ldcg(target))) return;
+  for (uint32_t block = 0; block < gridDim.x; ++block) {
+    put_back<kLevels, kStaged>(block, own.residual, layout, {own.levels, own.words, 1.0f});
+    __syncthreads();  // the next one writes shared memory
   }
 }
 
@@ -286,10 +305,7 @@ __global__ void __launch_bounds__(threads<kStaged>, blocks<kStaged>)
     settle_words(float* residual, const __grid_constant__ Spans<const float> levels,
                  const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Layout layout,
                  const float* update) {
-  if (is_finite(update[0])) return;
-  change_words<kLevels, kStaged>(residual, layout, [&](float* x, const Place& place, uint32_t at) {
-    add_word<kLevels, kStaged>(x, place, at, {levels, words, 1.0f});
-  });
+  if (!is_finite(update[0])) put_back<kLevels, kStaged>(blockIdx.x, residual, layout, {levels, words, 1.0f});
 }
 
 // Choose the kernel for this number of levels.
@@ -300,6 +316,15 @@ Kernel* for_levels(int64_t count, Kernel* two, Kernel* three, Kernel* five, Kern
 #define FOR_LEVELS(kernel, count, staged)                                                           \
   (staged) ? for_levels(count, kernel<2, false>, kernel<3, true>, kernel<5, true>, kernel<9, true>) \
            : for_levels(count, kernel<2, false>, kernel<3, false>, kernel<5, false>, kernel<9, false>)
+
+void launch_add(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, const Repair& own,
+                Queue queue) {
+  const Layout layout({target.size, group}, count);
+  const auto add_words_of = FOR_LEVELS(add_words, count, layout.staged());
+  LAUNCH(add_words_of, layout.launched_blocks(), layout.launched_threads(), layout.shared(), queue, target.data, levels, words,
+         headers, layout, scale, own);
+}
 
 }  // namespace
 
@@ -313,10 +338,14 @@ void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<co
 
 void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
                 const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Queue queue) {
-  const Layout layout({target.size, group}, count);
-  const auto add_words_of = FOR_LEVELS(add_words, count, layout.staged());
-  LAUNCH(add_words_of, layout.launched_blocks(), layout.launched_threads(), layout.shared(), queue, target.data, levels, words,
-         headers, layout, scale);
+  launch_add(target, levels, words, headers, group, count, scale, {}, queue);
+}
+
+void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                    const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Span<float> residual,
+                    const OwnLevels& own, uint32_t* ticket, Queue queue) {
+  const Repair repair = {residual.data, Spans(own.levels), Spans(own.words), ticket};
+  launch_add(target, levels, words, headers, group, count, scale, repair, queue);
 }
 
 void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,

@@ -87,7 +87,7 @@ class Rounded(Compressor):
             _name_frozen(taken, acc)
         received: Any = yield Gather(taken)
         update = state.zeros(acc.residual)
-        rounding.add_and_settle(update, received, 1 / size, acc.residual, taken)
+        rounding.add_and_settle(update, received, 1 / size, acc.residual, taken, acc.memory)
         if acc.frozen:
             _leave_frozen(update, acc, received)
         return Update(update)
@@ -115,7 +115,7 @@ class Rounded(Compressor):
             result, part, rounding = results[rank], parts.part_of(update, rank), self.rounding(parts.length(rank))
             if rank in sent:
                 residual = parts.part_of(acc.residual, rank)
-                rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])
+                rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank], acc.memory)
             else:
                 rounding.add(part, [result], world.mean_of_shares)
         left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)

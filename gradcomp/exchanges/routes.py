@@ -88,7 +88,7 @@ def allgather(
     payload = codec.pack(taken, acc.residual)
     received: Any = yield Gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
-    codec.add_and_settle(update, received, acc.residual, payload, kept_share)
+    codec.add_and_settle(update, received, acc, payload, kept_share)
     codec.check(enumerate(received), update, n)
     if observe is not None:
         observe(received)

@@ -60,7 +60,13 @@ class Rounding(ABC):
         """Put all taken entries back if the update is not finite."""
 
     def add_and_settle(
-        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+        self,
+        update: Tensor,
+        received: Sequence[Payload],
+        scale: float,
+        residual: Tensor,
+        payload: Payload,
+        memory: Memory | None = None,
     ) -> None:
         """Add the payloads that were received to the update, and settle the one that this rank sent."""
         self.add(update, received, scale)
@@ -114,14 +120,20 @@ class BlockRounding(Rounding):
         kernels.add_blocks(target, [*map(self._bytes, received)], self.bits, scale)
 
     def add_and_settle(
-        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+        self,
+        update: Tensor,
+        received: Sequence[Payload],
+        scale: float,
+        residual: Tensor,
+        payload: Payload,
+        memory: Memory | None = None,
     ) -> None:
         if len(received) > MOST_RANKS:
             return super().add_and_settle(update, received, scale, residual, payload)
         is_whole = payload.form == self.form  # and not that of a larger part
         sent = [payload.bytes for payload in received] if is_whole else [*map(self._bytes, received)]
         own = payload.bytes if is_whole else self._bytes(payload)
-        return kernels.add_and_settle_blocks(update, sent, self.bits, scale, residual, own)
+        return kernels.add_and_settle_blocks(update, sent, self.bits, scale, residual, own, memory)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         kernels.settle_blocks(residual, self._bytes(payload), self.bits, update)
@@ -188,11 +200,17 @@ class LevelRounding(Rounding):
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
 
     def add_and_settle(
-        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+        self,
+        update: Tensor,
+        received: Sequence[Payload],
+        scale: float,
+        residual: Tensor,
+        payload: Payload,
+        memory: Memory | None = None,
     ) -> None:
         if len(received) <= MOST_RANKS and self._is_whole(payload) and all(map(self._is_whole, received)):
             sent, rule = [each.bytes for each in received], self.rule
-            kernels.add_and_settle_levels(update, sent, rule.group, rule.count, scale, residual, payload.bytes)
+            kernels.add_and_settle_levels(update, sent, rule.group, rule.count, scale, residual, payload.bytes, memory)
         else:
             super().add_and_settle(update, received, scale, residual, payload)
 

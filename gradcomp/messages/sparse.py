@@ -113,11 +113,11 @@ class Codec(ABC):
         return taken
 
     def add_and_settle(
-        self, update: Update, received: Sequence[Payload], residual: Tensor, payload: Payload, kept_share: float = 0.0
+        self, update: Update, received: Sequence[Payload], acc: Acc, payload: Payload, kept_share: float = 0.0
     ) -> None:
         """Add the mean of all ranks' payloads to the update, and settle this rank's own."""
         self.add(update, received, 1 / len(received))
-        self.settle(residual, payload, update, kept_share)
+        self.settle(acc.residual, payload, update, kept_share)
 
     def check(self, received: Iterable[tuple[int, Payload]], update: Update, n: int) -> None:
         """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked.
@@ -203,14 +203,14 @@ class Compact(Codec):
         kernels.add_packed(update.flat, blocks, entries, headers, capacity, scale, update.marks)
 
     def add_and_settle(
-        self, update: Update, received: Sequence[Payload], residual: Tensor, payload: Payload, kept_share: float = 0.0
+        self, update: Update, received: Sequence[Payload], acc: Acc, payload: Payload, kept_share: float = 0.0
     ) -> None:
         if len(received) > MOST_RANKS:
-            super().add_and_settle(update, received, residual, payload, kept_share)
+            super().add_and_settle(update, received, acc, payload, kept_share)
         else:
             sent, capacity = [each.bytes for each in received], _sizes(payload)[1]
-            arrays = update.marks, residual, payload.bytes
-            kernels.add_and_settle_packed(update.flat, sent, capacity, 1 / len(sent), *arrays, kept_share)
+            arrays = update.marks, acc.residual, payload.bytes
+            kernels.add_and_settle_packed(update.flat, sent, capacity, 1 / len(sent), *arrays, kept_share, acc.memory)
 
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         arrays = payload["blocks"], payload["entries"], payload["header"]

@@ -36,6 +36,8 @@ MOST_RANKS: int = native.most_ranks
 MOMENTS: int = native.moments
 # Entries of a sparse update that share a mark, and of a residual that share a peak.
 LINE: int = native.line
+# The zeros in which a kernel counts on a GPU.
+COUNTERS: int = native.counters
 # A sketch's columns are a multiple of this.
 TILE: int = native.tile
 # Entries of a block. A part of a search has every so many blocks.

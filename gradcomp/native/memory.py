@@ -64,6 +64,7 @@ class Memory:
         self._scratch: dict[Place, Tensor] = {}
         self._lent: dict[tuple[Place, int], Tensor] = {}
         self._free: dict[torch.device, list[ZeroedUpdate]] = {}
+        self._counters: dict[tuple[torch.device, int], Tensor] = {}
 
     def scratch(self, use: str, words: int, like: Tensor, dtype: str = "int32") -> Tensor:
         """Lend an array of `words` 32-bit entries on the device of `like`, full of garbage.
@@ -82,6 +83,14 @@ class Memory:
             self._lent = {key: lent for key, lent in self._lent.items() if key[0] != place}
         lent = self._lent[place, words] = buffer[:words]
         return lent
+
+    def counters(self, like: Tensor) -> Tensor:
+        """Lend the zeros in which kernels on the device of `like` count. Each leaves zeros for the next one on its stream."""
+        place = like.device, extension.stream(like)
+        found = self._counters.get(place)
+        if found is None:
+            found = self._counters[place] = torch.zeros(extension.COUNTERS, dtype=torch.int32, device=like.device)
+        return found
 
     def lend(self, n: int, device: torch.device) -> Update:
         """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0.

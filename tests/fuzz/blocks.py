@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from fuzz.call import Made, expect, maker
-from fuzz.chains import arrays_of, check_written, copy, empty, payload
+from fuzz.chains import arrays_of, check_written, copy, counters, empty, payload
 from fuzz.drawn import Content, Draw, Lent, same
 from fuzz.gradients import cast, now
 from fuzz.sparse import f32
@@ -138,12 +138,13 @@ def settle_blocks(draw: Draw) -> Made:
 def add_and_settle_blocks(draw: Draw) -> Made:
     n, bits, scale = draw.size(1), draw.randrange(2, 9), draw.factor()
     values = {"target": draw.lend(draw.floats(n)), "residual": draw.lend(draw.floats(n)), "bits": bits, "scale": scale}
+    values |= {"counters": counters(draw)}
     own, *payloads = [sent(draw, n, bits) for _ in range(draw.ranks(n) + 1)]
 
     def check() -> None:
         copies = copy(values)
         extension.native.add_blocks(copies["target"], [each.was for each in payloads], bits, scale)
         extension.native.settle_blocks(copies["residual"], own.was, bits, copies["target"])
-        check_written(values, copies, "target", "residual")
+        check_written(values, copies, "target", "residual", "counters")
 
     return {**values, "payloads": payloads, "own": own}, check

@@ -52,6 +52,11 @@ def empty(draw: Draw, forms: Sequence[tuple[str, int]]) -> Lent:
     return payload(draw, [np.frombuffer(draw.randbytes(length * np.dtype(dtype).itemsize), dtype) for dtype, length in forms])
 
 
+def counters(draw: Draw) -> Lent:
+    """Lend the zeros in which blocks count. They are zeros again afterwards."""
+    return draw.lend(np.zeros(extension.COUNTERS + draw.choice((0, 0, 3)), np.uint32))
+
+
 def copy(values: dict[str, Any]) -> dict[str, Any]:
     """Copy the arrays as they were before the call."""
     return {name: value.was.copy() if isinstance(value, Lent) else value for name, value in values.items()}
@@ -120,14 +125,14 @@ def add_and_settle_packed(draw: Draw) -> Made:
     space = packed.space_of(draw, n)
     sent = [payload(draw, [part.was for part in packed.payload(draw, n, space)]) for _ in range(draw.ranks(n) + 1)]
     values = {"target": draw.lend(draw.floats(n)), "marks": draw.maybe(draw.lend(np.zeros(gradients.lines(n), np.uint8)))}
-    values |= {"residual": draw.lend(draw.floats(n))}
+    values |= {"residual": draw.lend(draw.floats(n)), "counters": counters(draw)}
 
     def check() -> None:
         copies, (own, *others) = copy(values), (arrays_of(each.was, packed_form(n, space)) for each in sent)
         headers, blocks, entries = ([parts[i] for parts in others] for i in range(3))
         extension.native.add_packed(copies["target"], copies["marks"], blocks, entries, headers, space, scale)
         extension.native.settle_packed(copies["residual"], *own[1:], own[0], copies["target"], space, keep)
-        check_written(values, copies, "target", "marks", "residual")
+        check_written(values, copies, "target", "marks", "residual", "counters")
 
     return {**values, "payloads": sent[1:], "capacity": space, "scale": scale, "own": sent[0], "keep": keep}, check
 
@@ -161,13 +166,14 @@ def add_and_settle_levels(draw: Draw) -> Made:
     ranks = [levels.rank_of(draw, n, group, count) for _ in range(draw.ranks(n) + 1)]
     sent = [payload(draw, [header.was, own.was, words.was]) for own, words, header in ranks]
     values = {"target": draw.lend(draw.floats(n)), "residual": draw.lend(draw.floats(n)), "group": group, "count": count}
+    values |= {"counters": counters(draw)}
 
     def check() -> None:
         copies, (own, *others) = copy(values), (arrays_of(each.was, levels_form(n, group, count)) for each in sent)
         headers, found, words = ([parts[i] for parts in others] for i in range(3))
         extension.native.add_levels(copies["target"], found, words, headers, group, count, scale)
         extension.native.settle_levels(copies["residual"], *own[1:], group, count, copies["target"])
-        check_written(values, copies, "target", "residual")
+        check_written(values, copies, "target", "residual", "counters")
 
     return {**values, "payloads": sent[1:], "scale": scale, "own": sent[0]}, check
 

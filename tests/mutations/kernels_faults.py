@@ -138,8 +138,8 @@ KERNEL_FAULTS: Table = {
         },
         ("test_blocks.py",): {
             "a rank's part of an update is the sum of shares": (
-                "rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])",
-                "rounding.add_and_settle(part, [result], world.share, residual, sent[rank])",
+                "rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank], acc.memory)",
+                "rounding.add_and_settle(part, [result], world.share, residual, sent[rank], acc.memory)",
             ),
         },
     },

@@ -8,6 +8,7 @@ import torch
 
 from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES, Array, launches, queue
+from gradcomp.native.memory import Memory
 
 # Entries of a group, which share a scale, and groups of a block, which share a budget.
 GROUP, GROUPS = 32, 128
@@ -48,7 +49,14 @@ def settle_blocks(residual: Array, own: Array, bits: int, update: Array) -> None
 
 
 def add_and_settle_blocks(
-    update: Array, payloads: Sequence[Array], bits: int, scale: float, residual: Array, own: Array
+    update: Array,
+    payloads: Sequence[Array],
+    bits: int,
+    scale: float,
+    residual: Array,
+    own: Array,
+    memory: Memory | None = None,
 ) -> None:
     """Do what add_blocks() does, for the payloads of at most MOST_RANKS ranks, and settle_blocks() with the sums."""
-    extension.native.add_and_settle_blocks(update, payloads, bits, scale, residual, own, **queue(residual))
+    counters = (memory or Memory()).counters(residual)
+    extension.native.add_and_settle_blocks(update, payloads, bits, scale, residual, own, counters, **queue(residual))

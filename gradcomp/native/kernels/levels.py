@@ -88,9 +88,11 @@ def add_and_settle_levels(
     scale: float,
     residual: Array,
     own: Array,
+    memory: Memory | None = None,
 ) -> None:
     """Do what add_levels() does, for the payloads of at most MOST_RANKS ranks, and settle_levels() with the sums as the update.
 
     own: the payload that this rank sent. Payloads are given in bytes.
     """
-    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, **queue(residual))
+    arrays = residual, own, (memory or Memory()).counters(residual)
+    extension.native.add_and_settle_levels(update, payloads, group, count, scale, *arrays, **queue(residual))

@@ -184,14 +184,14 @@ def add_and_settle_packed(
     residual: Array,
     own: Array,
     kept_share: float = 0.0,
+    memory: Memory | None = None,
 ) -> None:
     """Do what add_packed() does, for the payloads of at most MOST_RANKS ranks, and settle_packed() with the sums as the update.
 
     own: the payload that this rank sent. Payloads are given in bytes.
     """
-    extension.native.add_and_settle_packed(
-        update, marks, payloads, capacity, scale, residual, own, kept_share, **queue(residual)
-    )
+    arrays = residual, own, kept_share, (memory or Memory()).counters(residual)
+    extension.native.add_and_settle_packed(update, marks, payloads, capacity, scale, *arrays, **queue(residual))
 
 
 def add_entries(target: Tensor, indices: Tensor, values: Tensor) -> None:
