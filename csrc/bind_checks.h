@@ -31,6 +31,10 @@
 #define AT_MOST(k, flat) \
   EXPECT(k >= 1 && k <= flat.size, #k "=", k, " must be in [1, ", flat.size, "], the number of entries of " #flat)
 #define LINES_OF(lines, flat) ::gradcomp::one_for_each(NAMED(lines), NAMED(flat), kLine)
+#define WIPES(wipes, marks, flat, first)                                                \
+  (EXPECT(!wipes || marks.given(), "wipes=true needs marks, but " #marks " is None") && \
+   EXPECT(!wipes || first.data < flat.data || first.data >= flat.data + flat.size,      \
+          "wipes=true, but " #first " lies in " #flat ": pass a copy"))
 #define PACKED(blocks, entries, n, capacity) ::gradcomp::is_packed(NAMED(blocks), NAMED(entries), n, capacity)
 #define PACKED_PAYLOAD(payload, n, capacity) \
   (::gradcomp::is_packed_payload(NAMED(payload), n, capacity) && ::gradcomp::is_aligned(NAMED(payload), payload))

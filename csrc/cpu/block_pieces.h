@@ -36,7 +36,7 @@ void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
 // Call use(offset inside the run, count, marked) for one stretch of a run after the other, whose lines are all marked, or all
 // not. Without marks, the run is one stretch.
 template <class Use>
-void stretches(OptionalSpan<const uint8_t> marks, int64_t at, int64_t count, Use use) {
+void stretches(OptionalSpan<uint8_t> marks, int64_t at, int64_t count, Use use) {
   if (!marks.given()) return use(int64_t{0}, count, true);
   for (int64_t done = 0; done < count;) {
     const int64_t first = (at + done) / kLine;

@@ -14,9 +14,10 @@ namespace {
 
 void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                     const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
-                    Span<float> residual, const OwnPacked& own, float keep, uint32_t*, Queue queue) {
+                    Span<float> residual, const OwnPacked& own, float keep, float* first, uint32_t*, Queue queue) {
   add_packed(target, marks, blocks, entries, headers, capacity, scale, queue);
   settle_packed(residual, own.blocks, own.entries, own.header, {target.data, target.size}, capacity, keep, queue);
+  if (first != nullptr) *first = target.data[0];
 }
 
 void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,

@@ -43,8 +43,8 @@ void end_past_cache() {
 
 }  // namespace
 
-void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            float scale, Queue queue) {
+void spread(Span<float> flat, Span<const float> first, OptionalSpan<uint8_t> marks, const Pieces& grads, float scale,
+            bool wipes, Queue queue) {
   const bool past_cache = flat.size >= kPastCache, failed = !is_finite(first.data[0]);
   const auto clear = [&](int piece, int64_t offset, int64_t count) {
     if (grads.dtype[piece] != Dtype::f32) {
@@ -75,6 +75,7 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
       if (grads.begin[piece] < grads.begin[piece + 1]) write(&mark, grads, piece, 0, 1, 1.0f);
     }
   }
+  if (wipes) wipe(flat, marks, queue);
 }
 
 void wipe(Span<float> flat, Span<uint8_t> marks, Queue) {

@@ -9,8 +9,10 @@
 
 namespace gradcomp::cpu {
 
-void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64_t form, int64_t group, int64_t count,
-                 Span<float> levels, Span<float> cuts, Queue queue) {
+void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, OptionalSpan<const int32_t> flag, int64_t form,
+                 int64_t group, int64_t count, Span<float> levels, Span<float> cuts, OptionalSpan<int32_t> header,
+                 Queue queue) {
+  if (header.given()) write_header(flag, header, queue);
   const Groups groups{flat.size, group};
   const auto rule = static_cast<Form>(form);
   const auto find = [&](int64_t begin, int64_t end, auto last) {

@@ -122,8 +122,8 @@ void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Spa
   if (moments.given()) runs.merge_into(moments.data);
 }
 
-void deliver_progress(Span<const float> update, Span<const float> first, OptionalSpan<const uint8_t> marks,
-                      const Pieces& weights, Span<const float> rest, Span<float> residual, float scale, Queue queue) {
+void deliver_progress(Span<float> update, Span<const float> first, OptionalSpan<uint8_t> marks, const Pieces& weights,
+                      Span<const float> rest, Span<float> residual, float scale, bool wipes, Queue queue) {
   const bool failed = !is_finite(first.data[0]);
   const auto move = [&](int piece, int64_t offset, int64_t at, int64_t count) {
     const float* const by = update.data + at;
@@ -145,6 +145,7 @@ void deliver_progress(Span<const float> update, Span<const float> first, Optiona
       });
     });
   });
+  if (wipes) wipe(update, marks, queue);
   if (!failed) return;
   const float mark = not_a_number();
   for (int piece = 0; piece < weights.count; ++piece) {

@@ -117,6 +117,14 @@ static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work wo
   }
 }
 
+// Set the marks of this block's kSize entries to 0, once all threads have read theirs.
+template <int64_t kSize>
+static __device__ __forceinline__ void wipe_marks(uint8_t* marks, int64_t n) {
+  __syncthreads();
+  const int64_t line = blockIdx.x * (kSize / kLine) + threadIdx.x;
+  if (threadIdx.x < kSize / kLine && line * kLine < n) marks[line] = 0;
+}
+
 // Call work(piece, begin, end) for every part of the block's kSize entries, in all threads alike. A part is a piece's share of
 // them.
 template <int64_t kSize, class Work>

@@ -21,7 +21,7 @@ void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue 
 // One launch each, whose last block settles (packed.cu, round.cu).
 void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                     const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
-                    Span<float> residual, const OwnPacked& own, float keep, uint32_t* ticket, Queue queue);
+                    Span<float> residual, const OwnPacked& own, float keep, float* first, uint32_t* ticket, Queue queue);
 void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
                     const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Span<float> residual,
                     const OwnLevels& own, uint32_t* ticket, Queue queue);

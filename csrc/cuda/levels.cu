@@ -162,8 +162,13 @@ struct View : Group {
 
 // The number of groups comes from the launch: no thread divides.
 template <bool kBounded, bool kFits, int kLast>
-__global__ void __launch_bounds__(kThreads) find(const float* flat, const float* bounds, const __grid_constant__ Groups groups,
-                                                 int64_t all, Form form, int64_t count, float* levels, float* cuts) {
+__global__ void __launch_bounds__(kThreads)
+    find(const float* flat, const float* bounds, const __grid_constant__ Groups groups, int64_t all, Form form, int64_t count,
+         float* levels, float* cuts, const int32_t* flag, int32_t* header) {
+  if (header != nullptr && blockIdx.x + threadIdx.x == 0) {
+    header[0] = 0;
+    header[1] = flag != nullptr ? *flag : 0;
+  }
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
   if (group >= all) return;
   const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
@@ -188,8 +193,9 @@ __global__ void __launch_bounds__(kThreads) find(const float* flat, const float*
 
 }  // namespace
 
-void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64_t form, int64_t group, int64_t count,
-                 Span<float> levels, Span<float> cuts, Queue queue) {
+void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, OptionalSpan<const int32_t> flag, int64_t form,
+                 int64_t group, int64_t count, Span<float> levels, Span<float> cuts, OptionalSpan<int32_t> header,
+                 Queue queue) {
   const Groups groups{flat.size, group};
   const bool fits = groups.longest() <= kStaged;
   const auto rule = static_cast<Form>(form);
@@ -199,7 +205,7 @@ void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64
                          : fits         ? find<false, true, kLast>
                                         : find<false, false, kLast>;
     LAUNCH(find_in, blocks_for(groups.count(), kGroups), kThreads, fits ? kGroups * kStaged * sizeof(float) : 0, queue,
-           flat.data, bounds.data, groups, groups.count(), rule, count, levels.data, cuts.data);
+           flat.data, bounds.data, groups, groups.count(), rule, count, levels.data, cuts.data, flag.data, header.data);
   });
 }
 

@@ -177,12 +177,14 @@ __global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, con
   if (!well_formed) header[1] = 1;
 }
 
-// What a failed exchange puts back: what this rank has sent, if the residual is given. Also the ticket of those that add.
+// What a failed exchange puts back: what this rank has sent, if the residual is given. Also the place for a copy of the first
+// entry, if it is given, and the ticket of those that add.
 struct Repair {
   Span<float> residual;
   const uint32_t* blocks;
   const uint32_t* entries;
   const int32_t* header;
+  float* first;
   uint32_t* ticket;
 };
 
@@ -219,8 +221,10 @@ __global__ void __launch_bounds__(kThreads)
                                                  header[0], offsets[rank], scale);
     if (!well_formed) spoil(target, marks);
   }
-  if (own.residual.data == nullptr || !is_last_block(own.ticket, gridDim.x)) return;
-  if (!is_finite(__ldcg(target.data))) put_back(own, form);
+  if (own.ticket == nullptr || !is_last_block(own.ticket, gridDim.x)) return;
+  const float first = __ldcg(target.data);
+  if (own.first != nullptr && threadIdx.x == 0) *own.first = first;
+  if (own.residual.data != nullptr && !is_finite(first)) put_back(own, form);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -267,9 +271,10 @@ void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const
 
 void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                     const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
-                    Span<float> residual, const OwnPacked& own, float keep, uint32_t* ticket, Queue queue) {
-  const Repair repair = {residual, own.blocks.data, own.entries.data, own.header.data, ticket};
-  launch_add(target, marks, blocks, entries, headers, capacity, scale, keep == 0 ? repair : Repair{}, queue);
+                    Span<float> residual, const OwnPacked& own, float keep, float* first, uint32_t* ticket, Queue queue) {
+  const Repair repair = {
+      keep == 0 ? residual : Span<float>{}, own.blocks.data, own.entries.data, own.header.data, first, ticket};
+  launch_add(target, marks, blocks, entries, headers, capacity, scale, repair, queue);
   if (keep == 0) return;
   settle_packed(residual, own.blocks, own.entries, own.header, {target.data, target.size}, capacity, keep, queue);
 }

@@ -170,7 +170,7 @@ class Axis:
         state = self._state(module, flat, step)
         update, sent, far = self._drive(self.compressor.exchange(Acc(flat, self._memory), state, self._network.world), module)
         assert isinstance(update, Update)
-        kernels.spread(update.flat, [tensor.view(-1)], scale, update.marks)
+        update.is_wiped = kernels.spread(update.flat, [tensor.view(-1)], scale, update.marks, update.copied)
         if update.source is not None:
             self._memory.give_back(update)
         return sent, far

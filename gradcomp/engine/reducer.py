@@ -42,7 +42,7 @@ Deliver = Callable[[Bucket, Sequence[Tensor], Update, float], None]
 
 def write(_: Bucket, arrays: Sequence[Tensor], update: Update, scale: float) -> None:
     """Write an update into the arrays, scale times."""
-    kernels.spread(update.flat, arrays, scale, update.marks)
+    update.is_wiped = kernels.spread(update.flat, arrays, scale, update.marks, update.copied)
 
 
 @dataclass(frozen=True)

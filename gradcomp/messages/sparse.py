@@ -209,8 +209,10 @@ class Compact(Codec):
             super().add_and_settle(update, received, acc, payload, kept_share)
         else:
             sent, capacity = [each.bytes for each in received], _sizes(payload)[1]
-            arrays = update.marks, acc.residual, payload.bytes
-            kernels.add_and_settle_packed(update.flat, sent, capacity, 1 / len(sent), *arrays, kept_share, acc.memory)
+            if update.source is not None:
+                update.copied = update.source.kept
+            arrays = update.marks, acc.residual, payload.bytes, kept_share, update.copied, acc.memory
+            kernels.add_and_settle_packed(update.flat, sent, capacity, 1 / len(sent), *arrays)
 
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         arrays = payload["blocks"], payload["entries"], payload["header"]

@@ -23,12 +23,14 @@ Place = tuple[str, str, torch.device, int]
 class ZeroedUpdate:
     """A zeroed array and its zeroed marks, for lending. streams: that of a GPU on which both were zeroed.
 
+    kept: a place for a copy of the first entry.
     starts: the first entries of both, by their number, since buckets of a few sizes borrow it in turn.
     """
 
     flat: Tensor
     marks: Tensor
     streams: Streams
+    kept: Tensor
     starts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def first(self, n: int) -> tuple[Tensor, Tensor]:
@@ -44,16 +46,21 @@ class Update:
     """The mean update of a bucket. An exchange returns it; the driver of the exchange gives it back to its memory.
 
     flat: all entries. marks: one for each line of 64 entries, 0 if the line holds only zeros; None if unknown. source: the
-    arrays that it was lent from; None if it was not lent.
+    arrays that it was lent from; None if it was not lent. copied: the first entry, once it has been copied: the kernel that
+    delivers the update can then wipe it. is_wiped: that kernel has done so.
     """
 
     flat: Tensor
     marks: Tensor | None = None
     source: ZeroedUpdate | None = field(default=None, repr=False)
+    copied: Tensor | None = None
+    is_wiped: bool = False
 
     @property
     def first(self) -> Tensor:
         """The first entry, which is not finite where the exchange failed. One that was lent has kept this view."""
+        if self.copied is not None:
+            return self.copied
         return self.flat[:1] if self.source is None else self.source.first(1)[0]
 
 
@@ -101,17 +108,18 @@ class Memory:
         source = free.pop() if free else None
         if source is None or source.flat.numel() < n:
             marks = torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device)
-            source = ZeroedUpdate(torch.zeros(n, device=device), marks, Streams(device))
+            source = ZeroedUpdate(torch.zeros(n, device=device), marks, Streams(device), torch.zeros(1, device=device))
         else:
             if source.streams.has_streams:
                 source.streams.join()
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
-        """Take an update back and wipe its marked lines. An update that was not lent is left alone."""
+        """Take an update back and wipe its marked lines, unless that is done. An update that was not lent is left alone."""
         source, update.source = update.source, None
-        if source is not None:
+        if source is not None and not update.is_wiped:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
+        if source is not None:
             if source.streams.has_streams:
                 source.streams.clear()
                 source.streams.note()

@@ -13,8 +13,8 @@ from gradcomp.native import extension
 from gradcomp.native.extension import MOST_PIECES
 
 # Of gradients: collect; take and pack; add and settle; spread. Of updates: copy the weights, offer; take and pack; add and
-# settle; deliver, wipe.
-MOST_CALLS, MOST_CALLS_OF_UPDATES = 4, 6
+# settle; deliver.
+MOST_CALLS, MOST_CALLS_OF_UPDATES = 4, 5
 # No residual's health is measured in them.
 STEPS = 10
 BUCKETS = 5

@@ -125,7 +125,11 @@ def add_and_settle_packed(draw: Draw) -> Made:
     space = packed.space_of(draw, n)
     sent = [payload(draw, [part.was for part in packed.payload(draw, n, space)]) for _ in range(draw.ranks(n) + 1)]
     values = {"target": draw.lend(draw.floats(n)), "marks": draw.maybe(draw.lend(np.zeros(gradients.lines(n), np.uint8)))}
-    values |= {"residual": draw.lend(draw.floats(n)), "counters": counters(draw)}
+    values |= {
+        "residual": draw.lend(draw.floats(n)),
+        "counters": counters(draw),
+        "first": draw.maybe(draw.garbage(1, "float32")),
+    }
 
     def check() -> None:
         copies, (own, *others) = copy(values), (arrays_of(each.was, packed_form(n, space)) for each in sent)
@@ -133,6 +137,7 @@ def add_and_settle_packed(draw: Draw) -> Made:
         extension.native.add_packed(copies["target"], copies["marks"], blocks, entries, headers, space, scale)
         extension.native.settle_packed(copies["residual"], *own[1:], own[0], copies["target"], space, keep)
         check_written(values, copies, "target", "marks", "residual", "counters")
+        expect(values["first"] is None or same(values["first"].now, copies["target"][:1]), "first is not the target's")
 
     return {**values, "payloads": sent[1:], "capacity": space, "scale": scale, "own": sent[0], "keep": keep}, check
 
@@ -149,9 +154,8 @@ def find_and_take_levels(draw: Draw) -> Made:
     def check() -> None:
         copies, cuts = copy(values), np.zeros(groups, f32)
         header, found, words = arrays_of(copies["payload"], levels_form(n, group, count))
-        extension.native.write_header(copies["flag"], header)
-        bounds = copies["bounds"]
-        extension.native.find_levels(copies["residual"], bounds, values["form"], group, count, found, cuts)
+        given = copies["bounds"], copies["flag"], values["form"]
+        extension.native.find_levels(copies["residual"], *given, group, count, found, cuts, header)
         cut = None if drawn else cuts
         extension.native.take_levels(copies["residual"], found, cut, group, count, values["key"], words)
         check_written(values, copies, "payload", "residual")

@@ -104,9 +104,10 @@ def spread(draw: Draw) -> Made:
     grads, flat = draw.pieces(n), draw.lend(draw.floats(n))
     first = draw.lend(draw.floats(draw.choice((1, 1, 5)), 0.2))
     marks = draw.maybe(draw.lend(np.frombuffer(draw.randbytes(lines(n)), np.uint8) % draw.choice((1, 2, 3))), 0.4)
-    scale = draw.factor()
+    scale, wipes = draw.factor(), marks is not None and draw.likely(0.5)
 
     def check() -> None:
+        check_wiped(flat, marks, wipes)
         marked = np.repeat(marks.was != 0, LINE)[:n] if marks is not None else np.ones(n, bool)
         x, at = f32(scale) * flat.was, 0
         for grad in grads:
@@ -117,7 +118,16 @@ def spread(draw: Draw) -> Made:
             expect(same(now(grad), wanted), "a gradient is not the update")
             at += len(grad)
 
-    return {"flat": flat, "first": first, "marks": marks, "grads": grads, "scale": scale}, check
+    return {"flat": flat, "first": first, "marks": marks, "grads": grads, "scale": scale, "wipes": wipes}, check
+
+
+def check_wiped(flat: Lent, marks: Lent | None, wipes: bool) -> None:
+    """Compare an update with what is left of it: zeros in its marked lines, if it is wiped."""
+    wanted = flat.was
+    if wipes and marks is not None:
+        wanted = np.where(np.repeat(marks.was != 0, LINE)[: len(flat)], f32(0), flat.was)
+        expect(not marks.now.any(), "marks are left")
+    expect(same(flat.now, wanted) and (wipes or marks is None or marks.unchanged()), "the update is not what it should be")
 
 
 def cast(x: Content, grad: Lent) -> Content:
@@ -139,8 +149,7 @@ def wipe(draw: Draw) -> Made:
     flat, marks = draw.lend(draw.floats(n)), draw.lend(draw.words(lines(n), "uint8"))
 
     def check() -> None:
-        wanted = np.where(np.repeat(marks.was != 0, LINE)[:n], f32(0), flat.was)
-        expect(same(flat.now, wanted) and not marks.now.any(), "marked lines, or marks, are left")
+        check_wiped(flat, marks, True)
 
     return {"flat": flat, "marks": marks}, check
 

@@ -64,9 +64,11 @@ def find_levels(draw: Draw) -> Made:
     flat, groups = draw.lend(draw.floats(n)), kernels.groups(n, group)
     bounds = draw.maybe(draw.lend(draw.floats(2 * groups)), 0.3)
     levels = draw.lend(np.zeros(groups * count + draw.choice((0, 0, 2)), f32))
-    cuts = draw.garbage(groups, "float32")
+    cuts, flag, header = draw.garbage(groups, "float32"), draw.maybe(draw.flag()), draw.maybe(draw.garbage(2, "int32"))
 
     def check() -> None:
+        if header is not None:
+            expect(header.now.tolist() == [0, 0 if flag is None else flag.was[0]], f"the header is {header.now}")
         for i, (begin, end) in enumerate(groups_of(n, group)):
             own, x = levels.now[i * count : (i + 1) * count], flat.was[begin:end]
             if bounds is not None:
@@ -79,7 +81,7 @@ def find_levels(draw: Draw) -> Made:
                 expect(low <= own[0] and own[-1] <= high, f"levels {own} are not in [{low}, {high}]")
 
     arrays = {"flat": flat, "bounds": bounds, "form": form, "group": group, "count": count}
-    return {**arrays, "levels": levels, "cuts": cuts}, check
+    return {**arrays, "levels": levels, "cuts": cuts, "flag": flag, "header": header}, check
 
 
 LARGEST = f32(extension.LARGEST / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fuzz.call import Made, expect, maker
 from fuzz.drawn import Content, Draw, Lent, same
-from fuzz.gradients import LINE, cast, check_moments, f32, finite, joined, lines, now, peaks_of, within
+from fuzz.gradients import LINE, cast, check_moments, check_wiped, f32, finite, joined, lines, now, peaks_of, within
 
 from gradcomp.native import extension
 
@@ -95,10 +95,11 @@ def deliver_progress(draw: Draw) -> Made:
     update = draw.lend(draw.floats(n) * (np.frombuffer(draw.randbytes(n), np.uint8) % draw.choice((1, 2, 3)) != 1))
     first = draw.lend(draw.floats(draw.choice((1, 1, 5)), 0.2))
     marks = draw.maybe(draw.lend(np.frombuffer(draw.randbytes(lines(n)), np.uint8) % draw.choice((1, 2, 3))))
-    weights, scale = draw.pieces(n), f32(draw.factor())
+    weights, scale, wipes = draw.pieces(n), f32(draw.factor()), marks is not None and draw.likely(0.5)
     rest, residual = draw.lend(draw.floats(n, 0.1)), draw.lend(draw.floats(n, 0.1))
 
     def check() -> None:
+        check_wiped(update, marks, wipes)
         failed, at = not finite(first.was[0]), 0
         marked = np.repeat(marks.was != 0, LINE)[:n] if marks is not None else np.ones(n, bool)
         u, left = np.where(marked, update.was, f32(0)), within(residual.was + rest.was)
@@ -116,4 +117,4 @@ def deliver_progress(draw: Draw) -> Made:
         expect(same(residual.now, left), "the residual is wrong")
 
     arrays = {"update": update, "first": first, "marks": marks, "weights": weights, "rest": rest, "residual": residual}
-    return {**arrays, "scale": float(scale)}, check
+    return {**arrays, "scale": float(scale), "wipes": wipes}, check

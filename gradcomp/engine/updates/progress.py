@@ -232,7 +232,8 @@ class Progress:
             if flat.data_ptr() == self.start.data_ptr():
                 flat = flat.clone()
             self.start.zero_()
-        kernels.deliver_progress(flat, self.weights.arrays, self.start, self.residual, scale, update.marks)
+        arrays = self.weights.arrays, self.start, self.residual
+        update.is_wiped = kernels.deliver_progress(flat, *arrays, scale, update.marks, update.copied)
         if self.weights.copied:
             self.weights.written()
 

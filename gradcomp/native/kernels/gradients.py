@@ -97,16 +97,24 @@ def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = Tru
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 
-def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array | None = None) -> None:
-    """Write scale * flat into the gradients, each in its own memory and type. marks: of an update, to skip its zeros."""
+def spread(
+    flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array | None = None, first: Array | None = None
+) -> bool:
+    """Write scale * flat into the gradients, each in its own memory and type. Return whether flat was wiped.
+
+    marks: of an update, to skip its zeros. first: a copy of its first entry: marked lines become zeros, too, if one launch is
+    enough.
+    """
     if marks is None and len(grads) <= MOST_PIECES:
-        extension.native.spread(flat, flat, None, grads, scale, **queue(flat))
-        return
+        extension.native.spread(flat, flat, None, grads, scale, False, **queue(flat))
+        return False
     chunks = chunks_of(grads)
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
+    wipes = marks is not None and first is not None
     for part, _, place in chunks:
-        first = flat if place is None else flat[:1]
-        extension.native.spread(part_of(flat, place), first, marks, part, scale, **queue(flat))
+        own_first = first if first is not None else flat if place is None else flat[:1]
+        extension.native.spread(part_of(flat, place), own_first, marks, part, scale, wipes, **queue(flat))
+    return wipes
 
 
 def write_header(header: Array, flag: Array | None = None) -> None:

@@ -31,7 +31,8 @@ def find_levels(
     flat: Array, rule: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
 ) -> None:
     """Find `count` levels for each group by one of LEVEL_RULES. cuts <- the least entry that rounds up without randomness."""
-    extension.native.find_levels(flat, bounds, LEVEL_RULES.index(rule), group, count, levels, cuts, **queue(flat))
+    form = LEVEL_RULES.index(rule)
+    extension.native.find_levels(flat, bounds, None, form, group, count, levels, cuts, None, **queue(flat))
 
 
 def take_levels(

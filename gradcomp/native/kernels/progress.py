@@ -74,8 +74,11 @@ def deliver_progress(
     residual: Array,
     scale: float = 1.0,
     marks: Array | None = None,
-) -> None:
+    first: Array | None = None,
+) -> bool:
     """Subtract scale * update from the weights, each in its own memory and type, and add the rest to the residual.
+
+    Return whether the update was wiped. first: see spread().
 
     The error of casts to 16 bits is added to the residual, too. An update whose first entry is not finite has failed: the first
     entry of each of the weights becomes NaN.
@@ -83,8 +86,10 @@ def deliver_progress(
     rest: the offer, after the compressor took entries out of it. marks: of the update, to skip its zeros and their weights.
     """
     if len(weights) <= MOST_PIECES:
-        extension.native.deliver_progress(update, update, marks, weights, rest, residual, scale, **queue(residual))
-        return
+        wipes, start = marks is not None and first is not None, update if first is None else first
+        extension.native.deliver_progress(update, start, marks, weights, rest, residual, scale, wipes, **queue(residual))
+        return wipes
     for part, _, place in chunks_of(weights):  # chunks do not end where lines of marks do
         arrays = (None, part, part_of(rest, place), part_of(residual, place))
-        extension.native.deliver_progress(part_of(update, place), update[:1], *arrays, scale, **queue(residual))
+        extension.native.deliver_progress(part_of(update, place), update[:1], *arrays, scale, False, **queue(residual))
+    return False

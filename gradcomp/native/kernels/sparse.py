@@ -184,13 +184,14 @@ def add_and_settle_packed(
     residual: Array,
     own: Array,
     kept_share: float = 0.0,
+    first: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Do what add_packed() does, for the payloads of at most MOST_RANKS ranks, and settle_packed() with the sums as the update.
 
-    own: the payload that this rank sent. Payloads are given in bytes.
+    own: the payload that this rank sent. Payloads are given in bytes. first: becomes a copy of the update's first entry.
     """
-    arrays = residual, own, kept_share, (memory or Memory()).counters(residual)
+    arrays = residual, own, kept_share, first, (memory or Memory()).counters(residual)
     extension.native.add_and_settle_packed(update, marks, payloads, capacity, scale, *arrays, **queue(residual))
 
 
