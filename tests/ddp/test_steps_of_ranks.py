@@ -113,6 +113,32 @@ def joins_with_unused_layers(kind: Any, spec: str | None) -> Tensor:
     return weights(run)
 
 
+class Hybrid(torch.optim.Optimizer):
+    """Steps matrices itself, and leaves the other layers to an inner optimizer."""
+
+    def __init__(self, layers: Any, kind: Any):
+        layers = [*layers]
+        super().__init__(layers, {})
+        self.matrices, self.inner = (
+            [each for each in layers if each.dim() > 1],
+            kind([each for each in layers if each.dim() < 2]),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.matrices:
+            each -= 0.02 * each.grad
+        self.inner.step()
+
+
+def joins_with_an_inner_optimizer(kind: Any, spec: str | None) -> Tensor:
+    """A rank that has joined exchanges of each step what the others do, and no more."""
+    run = made(lambda layers: Hybrid(layers, kind), spec)
+    with run.whole.join():
+        run.train(2 + 4 * rank())
+    return run.weights
+
+
 def joins_and_accumulates(kind: Any, spec: str | None) -> Tensor:
     run = made(kind, spec)
     with run.whole.join():
@@ -188,6 +214,7 @@ OTHERS = (
     joins_at_once,
     joins_with_decay,
     joins_with_unused_layers,
+    joins_with_an_inner_optimizer,
     joins_and_accumulates,
     accumulate_unevenly,
     lbfgs,
@@ -195,7 +222,7 @@ OTHERS = (
     climb,
     change,
 )
-ALIKE |= {each.__name__: each for each in (joins_with_decay, joins_with_unused_layers)}
+ALIKE |= {each.__name__: each for each in (joins_with_decay, joins_with_unused_layers, joins_with_an_inner_optimizer)}
 EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}
 
 

@@ -151,8 +151,8 @@ class HiddenMomentum:
             group |= values
 
     @torch.no_grad()
-    def decay_weights(self) -> None:
-        """Do what is left of a step without a gradient: weight decay, which all ranks share in.
+    def decay_weights(self, exchanged: Collection[int]) -> None:
+        """Do what is left of a step without a gradient: weight decay, which all ranks share in. exchanged: ids of parameters.
 
         Layers that had none in this rank's last pass either, where others had some, are unused, and keep their weights.
         """
@@ -162,7 +162,8 @@ class HiddenMomentum:
         of_gradients = class_of(optimizer) is torch.optim.SGD
         for group in optimizer.param_groups:
             share = float(group["lr"]) * float(group["weight_decay"]) if of_gradients else decay_of(optimizer, group)
-            used = [each for each in group["params"] if each.requires_grad and (each.grad is not None or not has_any)]
+            trained = [each for each in group["params"] if id(each) in exchanged and each.requires_grad]
+            used = [each for each in trained if each.grad is not None or not has_any]
             if share and used:
                 torch._foreach_mul_(used, 1 - share)
 

@@ -8,7 +8,7 @@ mean, equal to the last bit on all ranks. What the program does to its gradients
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ class StepExchange:
         self.in_step = 0
         self.keeps_residuals, self.since_meeting = False, 0
         self._passes = 0  # backward passes since the last step of any optimizer that trains the parameters
-        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []  # since the last backward pass
+        # Since the last backward pass, each with the layers that it has exchanged.
+        self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], set[str]]] = []
         self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in session.slots.slots)
 
     @property
@@ -193,10 +194,12 @@ class StepExchange:
         if not self.optimizers.latest() and self.session.network.world.size > 1:
             raise RuntimeError(_NEVER_STEPPED)
         stepped, self._stepped = self._stepped, []
-        for each in stepped:
+        for each, names in stepped:
             if (optimizer := each()) is not None and (momentum := self.before(optimizer)) is not None:
+                if (trained := self.optimizers.known(optimizer)) is not None:  # an inner one has exchanged its other layers
+                    trained.waiting = [bucket for bucket in trained.waiting if bucket.layout.names[0] in names]
                 momentum.hide()
-                momentum.decay_weights()
+                momentum.decay_weights({id(self.session.slots.parameters[name]) for name in names})
                 self.after(optimizer)
 
     # Around a step.
@@ -266,7 +269,7 @@ class StepExchange:
         """Go on with other buckets in the middle of a step, when one that it calls is found."""
         if not self.in_step:
             return
-        starts = {name: each for of in old.buckets if of.progress for name, each in of.layout.views(of.progress.start).items()}
+        starts = _starts(old.buckets)
         for bucket in new.buckets:
             assert bucket.progress is not None
             for name, start in bucket.layout.views(bucket.progress.start).items():
@@ -338,13 +341,15 @@ class StepExchange:
         if size > 1 and (self.since_meeting in FIRST_COMPARED or self.since_meeting % COMPARED_EVERY == 0):
             self._compare(f"{self.since_meeting} steps")
         self._passes = 0
-        self._stepped.append(weakref.ref(optimizer))
+        self._stepped.append((weakref.ref(optimizer), {name for bucket in buckets for name in bucket.layout.names}))
 
     def _compare(self, count: str) -> None:
-        """Warn if the ranks' weights are not equal."""
+        """Warn if the ranks' weights are not equal. Those of a step under way, which calls this one, count as before it."""
         session = self.session
         network, elsewhere = session.network, exchanged_by_later(session)
-        weights = {name: each for name, each in session.slots.parameters.items() if id(each) not in elsewhere}
+        starts = _starts(bucket for each in self.optimizers.every() if each.has_begun for bucket in each.waiting)
+        named = session.slots.parameters.items()
+        weights = {name: starts.get(name, each) for name, each in named if id(each) not in elsewhere}
         every = gather(network, digests(weights, counts=not self.lags), "a comparison of the ranks' weights")()
         found = {network.world.number(rank): each.tolist() for rank, each in enumerate(every)}
         if parted := differences([*weights], found):
@@ -428,6 +433,11 @@ class StepExchange:
                 # All ranks have the same moment, of the sum: each adds its share of it.
                 share = 1 / self.session.network.world.size if self.session.sums else 1.0
                 bucket.progress.residual[begin:end].add_(slot.flat(step).float(), alpha=share)
+
+
+def _starts(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
+    """Return the weights before the steps under way, by layer."""
+    return {name: each for of in buckets if of.progress for name, each in of.layout.views(of.progress.start).items()}
 
 
 def _spans(bucket: Bucket) -> Iterator[tuple[str, tuple[int, int]]]:
