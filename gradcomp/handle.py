@@ -71,6 +71,7 @@ class Handle:
     def _choose(self, auto: Auto | None) -> None:
         session: Any = weakref.proxy(self._session)  # the session has the chooser
         self._session.turns = None if auto is None else Chooser(session, auto, self._stock)
+        self._session.attend()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
@@ -127,6 +128,7 @@ class Handle:
                 self._session.turns.restart(self._session.spec)
         except BaseException:
             self._session.turns = before
+            self._session.attend()
             raise
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:

@@ -139,6 +139,50 @@ def uneven(spec: str | None, way: str) -> Tensor:
     return run.weights
 
 
+def in_closures(way: str) -> tuple[Tensor, str]:
+    """Train with closures: a turn may come within one, after its step has begun."""
+    with choices.chosen("stock", "sdagc", "topk", way):
+        run = run_of(DDP, HIGH)
+
+        def closure() -> None:
+            run.optimizer.zero_grad()
+            run.backward()
+
+        for _ in range(STEPS):
+            run.optimizer.step(closure)
+    return run.weights, run.handle.stats()["auto"]["way"]
+
+
+class Hybrid(torch.optim.Optimizer):
+    """Steps matrices itself, and leaves the other layers to inner optimizers."""
+
+    def __init__(self, layers: Any):
+        layers = [*layers]
+        super().__init__(layers, {})
+        self.inner = [torch.optim.AdamW([each], 0.002) for each in layers if each.dim() < 2]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            if each.dim() > 1:
+                each -= 0.02 * each.grad
+        for inner in self.inner:
+            inner.step()
+
+
+def with_inner_optimizers(way: str) -> tuple[Tensor, str]:
+    """Train with steps within a step, whose own layers travel last. Then let one rank join() the other."""
+    with choices.chosen("stock", "sdagc", "topk", way):
+        model = small_net.net()
+        run = run_of(DDP, HIGH, model, inner=Hybrid(model.parameters()), given=False)
+        before = run.train(STEPS)
+        run.handle.change(HIGH)
+        run.train(8)
+        with run.whole.join():
+            run.train(STEPS * dist.get_rank())
+    return torch.cat([before, run.weights]), run.handle.stats()["auto"]["way"]
+
+
 def watched() -> list[str]:
     """Train under the eyes of telemetry. What is watched, the session exchanges itself, and never in bf16."""
     run = run_of(DDP, "auto:loss=none")
@@ -162,6 +206,7 @@ def changed() -> dict[str, Any]:
 def of_ddp(door: str) -> dict[Any, Any]:
     odd = dist.get_rank() == 1
     found: dict[Any, Any] = {("uneven", way): uneven(HIGH, way) for way in ("stock", "blocks", "topk")}
+    found |= {(act.__name__, way): act(way) for act in (in_closures, with_inner_optimizers) for way in ("stock", "topk")}
     return found | {
         "uneven": uneven(None, "stock"),
         "watched": watched(),
@@ -228,6 +273,14 @@ def test_a_rank_without_batches_takes_its_turns(way: str) -> None:
     first, second = (own["uneven", way] for own in found(DDP))
     assert torch.equal(first, second) and first.isfinite().all()
     assert way != "stock" or torch.equal(first, found(DDP)[0]["uneven"])
+
+
+@pytest.mark.parametrize("way", ["stock", "topk"])
+@pytest.mark.parametrize("act", [in_closures, with_inner_optimizers])
+def test_a_turn_in_the_middle_of_a_step_parts_no_ranks(act: Any, way: str) -> None:
+    first, second = (own[act.__name__, way] for own in found(DDP))
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all()
+    assert first[1] == second[1] == way
 
 
 def test_a_state_resumes_with_the_residual() -> None:

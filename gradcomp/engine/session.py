@@ -64,11 +64,13 @@ class Session:
         self.gradients.let_stock_exchange(None)
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
-        if reducer.on_updates:
-            listen(self)
-        else:  # an exchange of gradients looks at no optimizer
-            ignore(self)
+        self.attend()
+        if not reducer.on_updates:
             end_spent(self.slots.parameters.values())
+
+    def attend(self) -> None:
+        """Listen to the steps of optimizers where updates are exchanged, or auto may choose that; otherwise look at none."""
+        (listen if self.reducer.on_updates or self.turns is not None else ignore)(self)
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""

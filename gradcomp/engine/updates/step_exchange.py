@@ -100,8 +100,8 @@ class StepExchange:
         self.in_step = 0
         self.keeps_residuals, self.since_meeting = False, 0
         self._passes = 0  # backward passes since the last step of any optimizer that trains the parameters
-        # Since the last backward pass, each with the layers that it has exchanged.
-        self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], set[str]]] = []
+        # Since the last backward pass: optimizers, the layers that each has exchanged, and the number of steps around it.
+        self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], set[str], int]] = []
         self._is_on_cuda = any(slot.layer.device.type == "cuda" for slot in session.slots.slots)
 
     @property
@@ -194,13 +194,15 @@ class StepExchange:
         if not self.optimizers.latest() and self.session.network.world.size > 1:
             raise RuntimeError(_NEVER_STEPPED)
         stepped, self._stepped = self._stepped, []
-        for each, names in stepped:
+        for each, names, around in stepped:
             if (optimizer := each()) is not None and (momentum := self.before(optimizer)) is not None:
                 if (trained := self.optimizers.known(optimizer)) is not None:  # an inner one has exchanged its other layers
                     trained.waiting = [bucket for bucket in trained.waiting if bucket.layout.names[0] in names]
                 momentum.hide()
                 momentum.decay_weights({id(self.session.slots.parameters[name]) for name in names})
+                self.in_step += around
                 self.after(optimizer)
+                self.in_step -= around
 
     # Around a step.
 
@@ -209,6 +211,8 @@ class StepExchange:
         session, door = self.session, self.session.door
         has_gradients = self.has_gradients or has_closure
         if not session.network.ready or (not has_gradients and makes_state()):
+            return None
+        if not session.reducer.on_updates:
             return None
         waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
         if door.needs_gradients and (waits or door.calls_another(optimizer, has_gradients)):
@@ -301,7 +305,8 @@ class StepExchange:
             session.announcement.say(session.spec, of_updates(optimizer, self.optimizers), session.turns)
         if session.turns is not None:
             session.turns.note_step()
-            session.take_turn()
+            if not self.in_step:
+                session.take_turn()
 
     def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         trained.momentum.show()
@@ -341,15 +346,14 @@ class StepExchange:
         if size > 1 and (self.since_meeting in FIRST_COMPARED or self.since_meeting % COMPARED_EVERY == 0):
             self._compare(f"{self.since_meeting} steps")
         self._passes = 0
-        self._stepped.append((weakref.ref(optimizer), {name for bucket in buckets for name in bucket.layout.names}))
+        self._stepped.append((weakref.ref(optimizer), {name for each in buckets for name in each.layout.names}, self.in_step))
 
     def _compare(self, count: str) -> None:
         """Warn if the ranks' weights are not equal. Those of a step under way, which calls this one, count as before it."""
         session = self.session
         network, elsewhere = session.network, exchanged_by_later(session)
         starts = _starts(bucket for each in self.optimizers.every() if each.has_begun for bucket in each.waiting)
-        named = session.slots.parameters.items()
-        weights = {name: starts.get(name, each) for name, each in named if id(each) not in elsewhere}
+        weights = {name: starts.get(name, p) for name, p in session.slots.parameters.items() if id(p) not in elsewhere}
         every = gather(network, digests(weights, counts=not self.lags), "a comparison of the ranks' weights")()
         found = {network.world.number(rank): each.tolist() for rank, each in enumerate(every)}
         if parted := differences([*weights], found):

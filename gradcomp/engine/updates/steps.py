@@ -39,12 +39,13 @@ _MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")
 def listen(session: Any) -> None:
     """Call before(optimizer, has_closure) and after(optimizer) of a session's updates around every step, as long as it lives.
 
-    before() returns the HiddenMomentum of a step that the session takes part in, otherwise None.
+    before() returns the HiddenMomentum of a step that the session takes part in, otherwise None. Call this again where it turns
+    to updates, or from them.
     """
     global changes
     _register_once()
+    changes += 1
     if session not in _living():
-        changes += 1
         shares = any(number in session.updates.exchanged for number in exchanged())
         _listeners.append(weakref.ref(session, _end if shares else _listeners.remove))
 
@@ -129,29 +130,36 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
         give_up_failed()
     by_position = len(args) > 1 and callable(args[1])
     closure = args[1] if by_position else options.get("closure")
-    momenta: tuple[Any, ...] = ()
+    momenta: dict[int, Any] = {}  # by the session's id
+    may_begin = False  # in the closure, where auto turns to updates
     for reference in [*_listeners]:  # without a call, in every step
-        each = reference()
-        if each is not None and (momentum := each.updates.before(optimizer, closure is not None)) is not None:
-            momenta += (momentum,)
-    if momenta:
+        if (each := reference()) is not None:
+            if (momentum := each.updates.before(optimizer, closure is not None)) is not None:
+                momenta[id(each)] = momentum
+            may_begin |= closure is not None and each.turns is not None
+    if momenta or may_begin:
         _under_way.append((weakref.ref(optimizer), frame))
-    for momentum in momenta:  # after all have read the optimizer's settings
+    for momentum in momenta.values():  # after all have read the optimizer's settings
         momentum.hide()
-    if not momenta or not callable(closure):
+    if not (momenta or may_begin) or not callable(closure):
         return None
 
     @functools.wraps(closure)
     def guarded() -> Any:
         """Show the momentum to the closure, also if it fails: no hook after the step then runs."""
         global _closures
-        _show(optimizer)
+        if momenta:
+            _show(optimizer)
         _closures += 1
         try:
             found = closure()
         finally:
             _closures -= 1
-        for momentum in momenta:
+        # auto may have turned to updates in it: what comes is a step on each rank's own gradients.
+        for each in [each for each in _living() if each.turns is not None and id(each) not in momenta]:
+            if (momentum := each.updates.before(optimizer, True)) is not None:
+                momenta[id(each)] = momentum
+        for momentum in momenta.values():
             momentum.hide()
         return found
 
