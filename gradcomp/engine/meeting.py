@@ -50,7 +50,7 @@ class Facts(NamedTuple):
 
     steps: the steps that it has done. ranks: the number of ranks that shared its residual; 0 = the residual is empty yet.
     rank: its number among them. loaded: 1 if a state was loaded since the last meeting. met: 1 if it has met others before.
-    name: a random name for the meeting.
+    name: a random name for the meeting. unlike: 1 if its optimizers may keep other numbers than the other ranks'.
     """
 
     steps: int = 0
@@ -59,6 +59,7 @@ class Facts(NamedTuple):
     loaded: int = 0
     met: int = 0
     name: int = 0
+    unlike: int = 0
 
 
 _FACTS = struct.Struct(f"<{len(Facts._fields)}q")
@@ -134,13 +135,14 @@ class Snapshot(NamedTuple):
 class Membership:
     """One rank among the others, and its meetings with them. All ranks make the calls of a meeting in the same order.
 
-    owner: of its residual. axes: of the mesh beside the network; their ranks meet, too.
+    owner: of its residual. axes: of the mesh beside the network; their ranks meet, too. unlike: optimizers of this rank, and in
+    a meeting those of any, may keep other numbers than other ranks'.
     """
 
     def __init__(self, network: Connection):
         self._network = network
         self.met_in: object = None  # the network's generation in which the ranks met last
-        self._ever_met = False
+        self._ever_met = self.unlike = False
         self.owner = Owner()
         self.axes: list[Membership] = []
         # Of the present meeting: its generation, every rank's facts, and the rank to follow. grows: a rank joins.
@@ -167,6 +169,10 @@ class Membership:
         """Make the ranks meet again before their next exchange."""
         self.met_in = None
 
+    def note_unlike(self) -> None:
+        """Make the ranks meet again before their next exchange, and average what their optimizers keep."""
+        self.unlike, self.met_in = True, None
+
     def note_loaded(self, of: Place, ranks: int) -> None:
         """Note the owner of a residual that was loaded. ranks: of the state, if this rank's place is unknown."""
         place = self.place
@@ -184,9 +190,11 @@ class Membership:
         """
         self._generation, owner = self._network.generation, self.owner
         self._network.prepare()
-        own = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met), secrets.randbits(62))
+        name, unlike = secrets.randbits(62), int(self.unlike)
+        own = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met), name, unlike)
         records = yield from self._gather(record(terms, own), "agreement")
         facts = check_terms(terms, records, self._network.world.numbers)
+        self.unlike = any(each.unlike for each in facts)
         joins = leader is not None and bool(facts[leader].met) and not own.met
         self.grows = leader is not None and bool(facts[leader].met) and not all(each.met for each in facts)
         if leader is None:

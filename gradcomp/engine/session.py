@@ -23,6 +23,7 @@ from gradcomp.engine.slots import Slot, Slots
 from gradcomp.engine.updates.hidden_momentum import end_spent
 from gradcomp.engine.updates.step_exchange import StepExchange
 from gradcomp.engine.updates.steps import ignore, listen
+from gradcomp.engine.updates.to_gradients import average_states
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
@@ -69,8 +70,9 @@ class Session:
             end_spent(self.slots.parameters.values())
 
     def attend(self) -> None:
-        """Listen to the steps of optimizers where updates are exchanged, or auto may choose that; otherwise look at none."""
-        (listen if self.reducer.on_updates or self.turns is not None else ignore)(self)
+        """Listen to the steps of optimizers where updates are or were exchanged, or auto may choose that; otherwise to none."""
+        listens = self.reducer.on_updates or self.turns is not None or self.updates.optimizers.every()
+        (listen if listens else ignore)(self)
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""
@@ -184,6 +186,11 @@ class Session:
                 self.updates.optimizers.parts = parts
                 self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
+        if membership.unlike and not self.reducer.on_updates:
+            optimizers = self.updates.optimizers
+            yield from average_states((optimizers.alive(), optimizers.latest()), self.network)
+            optimizers.note_averaged()
+        membership.unlike = False
         self.updates.since_meeting = 0
 
     def _terms(self) -> dict[str, str]:

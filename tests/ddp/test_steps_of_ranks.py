@@ -203,6 +203,18 @@ def change(kind: Any, spec: str | None) -> Tensor:
     return run.train(3)
 
 
+def go_back_after_a_change(kind: Any, spec: str | None) -> Tensor:
+    """Load a state of torch from a time when updates were exchanged, each rank its own, where gradients are."""
+    run = made(kind, spec)
+    run.train(4)
+    kept = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    run.handle.change("blocks")
+    run.train(2)
+    run.model.load_state_dict(kept[0])
+    run.optimizer.load_state_dict(kept[1])
+    return run.train(3)
+
+
 def equal(tensors: list[Tensor]) -> None:
     own = torch.cat([each.detach().flatten() for each in tensors]) if tensors else torch.zeros(1)
     every = [torch.empty_like(own) for _ in range(2)]
@@ -221,6 +233,7 @@ OTHERS = (
     replace_the_optimizer,
     climb,
     change,
+    go_back_after_a_change,
 )
 ALIKE |= {each.__name__: each for each in (joins_with_decay, joins_with_unused_layers, joins_with_an_inner_optimizer)}
 EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}

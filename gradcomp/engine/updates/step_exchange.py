@@ -122,10 +122,12 @@ class StepExchange:
     def note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Empty the residual of an optimizer whose state was loaded in mid-training: the training goes on from elsewhere.
 
-        A residual that was loaded since its last step stays.
+        A residual that was loaded since its last step stays. Where gradients are exchanged, the state may be this rank's own.
         """
-        trained = self.optimizers.known(optimizer)
-        if trained is None:
+        if (trained := self.optimizers.known(optimizer)) is None:
+            return
+        if not self.session.reducer.on_updates:
+            self.session.membership.note_unlike()
             return
         trained.momentum.forget()
         if not trained.exchanges or self.keeps_residuals:

@@ -61,11 +61,12 @@ def deliver_residuals(
             if grad is not None and not grad.is_sparse:
                 local(grad).copy_(slot.shaped(own))
     if size > 1:
-        yield from _average_states(choices, network)
+        yield from average_states(choices, network)
 
 
-def _average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
-    """Average all numbers that the ranks' optimizers keep. Warn if they still differ."""
+@torch.no_grad()
+def average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
+    """Average all numbers that the ranks' optimizers keep. Warn if they still differ. choices: see deliver_residuals()."""
     forms = gather(network, torch.tensor([*map(_form, choices)], device=network.device), "optimizers' forms")
     yield
     alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in forms()), strict=True)]
