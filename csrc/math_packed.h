@@ -1,4 +1,4 @@
-// Packed entries of a payload (docs/wire.md): places in the bits that they need, values as powers of two.
+// Packed entries of a payload (csrc/wire.md): places in the bits that they need, values as powers of two.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The places of the arrays in the buffer of a payload (docs/wire.md), in bytes.
+// The places of the arrays in the buffer of a payload (csrc/wire.md), in bytes.
 #pragma once
 
 #include <cstdint>

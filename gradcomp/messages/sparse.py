@@ -1,4 +1,4 @@
-"""Payloads of sparse entries, by three codecs: exact, compact and coarse, of 64, 15 and 11 bits. docs/wire.md has the bytes."""
+"""Payloads of sparse entries, by three codecs: exact, compact and coarse, of 64, 15 and 11 bits. csrc/wire.md has the bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: takes what pages link to outside docs/ into the site, and keeps decisions out of the search.
+"""A hook of MkDocs: takes what pages link to outside docs/ into the site, and keeps contributors' pages out of the search.
 
 A link may lead anywhere in the repository, as it does where the pages are read as files. The site keeps a copy of each such
 file under repository/. Pages among these copies may have links, too.
@@ -16,6 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs"
 COPIES = "repository"
+# The copies that users search, too.
+USERS = (f"{COPIES}/SECURITY.md", f"{COPIES}/examples/README.md")
 
 # Code in Markdown, which is left alone, or a link, its text aside: ](target#anchor). Titles are not used.
 _LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<target>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
@@ -90,7 +92,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links out of docs/ into links to the copies, and keep pages of decisions out of the search."""
-    if page.file.src_uri.startswith("decisions/"):
+    """Turn links out of docs/ into links to the copies, and keep contributors' pages out of the search."""
+    if page.file.src_uri.startswith(("decisions/", f"{COPIES}/")) and page.file.src_uri not in USERS:
         page.meta["search"] = {"exclude": True}
     return rewritten(origin(page.file.src_uri), markdown)

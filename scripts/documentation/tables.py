@@ -100,7 +100,7 @@ def scale() -> Rows:
     return rows
 
 
-# docs/usual-loops.md
+# benchmarks/loops.md
 
 LOOP_SPECS, KINDS = ("topk", "sdagc", "orq"), ("sgd", "adamw")
 EXACT = "topk:ratio=1,momentum=0,wire=exact"
@@ -135,6 +135,32 @@ def programs() -> Rows:
         outcomes = [summary(lines[program, spec]) if (program, spec) in lines else "-" for spec in OF_PROGRAMS]
         rows += [[f"`{program}`", *outcomes]] if not outcomes[0].startswith("failed") else []
     return rows
+
+
+# docs/which-spec.md
+
+OVER_DDP = {"topk": "`topk`", "sdagc": "`sdagc`", "bf16": "bf16", "powersgd:rank=4": "PowerSGD"}
+
+
+def links() -> Rows:
+    """Write a row for each link: the steps of two models by each way, over those of DDP alone; of `blocks`, one model's."""
+    rows = [["link of each host", "model of 2.8 million parameters, SGD: `blocks`", *OVER_DDP.values()]]
+    rows[0] += ["transformer of 1.3 million, AdamW: `topk`", *list(OVER_DDP.values())[1:]]
+    five_bits = blocks_over_ddp()
+    for rate in ("100mbit", "1gbit", "10gbit"):
+        cells = [cluster(4, rate).partition(", ")[2], five_bits[rate]]
+        for task in TASKS:
+            lines = {line["way"]: line for line in launched(task, "ddp")[4, rate]["lines"]}
+            cells += [f"{lines[way]['over']['stock']['median']:.2f}" for way in OVER_DDP]
+        rows.append(cells)
+    return rows
+
+
+def blocks_over_ddp() -> dict[str, str]:
+    """Return the steps by `blocks` over those of DDP alone, by link."""
+    runs = [run for name in ("cifar-large", "10gbit") for run in read(RESULTS / f"train-blocks-ddp-{name}.json")["runs"]]
+    lines = {run["rate"]: line for run in runs for line in run["lines"] if line["way"] == "blocks"}
+    return {rate: f"{line['over']['stock']['median']:.2f}" for rate, line in lines.items()}
 
 
 # docs/local-steps.md
@@ -243,9 +269,13 @@ STEP_TIMES |= {f"FSDP2, {about}": lambda door=door: fsdp2(door) for door, about 
 # The tables of each page, by the places that are marked for them.
 PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale},
-    DOCS / "usual-loops.md": {"loops": loops, "programs": programs},
+    ROOT / "benchmarks" / "loops.md": {
+        "loops": loops,
+        "programs": programs,
+        "trainers": lambda: losses(read(RESULTS / "trainers-plain.json")["cells"]),
+    },
+    DOCS / "which-spec.md": {"links": links},
     DOCS / "local-steps.md": {"losses": local_steps},
-    DOCS / "frameworks.md": {"trainers": lambda: losses(read(RESULTS / "trainers-plain.json")["cells"])},
     DOCS / "fsdp.md": {"bits": weights, "weights": mixed},
     DOCS / "results.md": {"FSDP2": over_alltoall, "kernels": kernels},
 }

@@ -36,7 +36,7 @@ def tables(heading: str) -> Iterator[tuple[Path, str, list[list[str]]]]:
 
 def test_scores_against_dense() -> None:
     found = 0
-    for page, _, rows in tables("| training | spec | worse than dense | bytes, dense / sent |"):
+    for page, _, rows in tables("| training | compressor | difference from uncompressed | bytes, uncompressed / sent |"):
         training = ""
         for label, spec, worse, ratio in rows:
             training = training if label == "the same" else label
@@ -44,7 +44,7 @@ def test_scores_against_dense() -> None:
             line = line_of([*STUDIES[training]], spec.strip("`"))
             assert len(line["seeds"]) >= 3, said
             assert float(re.findall(r"-?[\d.]+", worse)[0]) == rounded(line["worse_than_dense"]), said
-            assert float(re.findall(r"at most (-?[\d.]+)", worse)[0]) == rounded(line["worse_at_most"]), said
+            assert float(re.findall(r"bound (-?[\d.]+)", worse)[0]) == rounded(line["worse_at_most"]), said
             assert ratio in (f"{line['compression']:,.0f} x", f"{line['compression']:.1f} x"), said
             found += 1
     assert found >= 16
@@ -94,7 +94,7 @@ def test_scores_and_times_of_sums() -> None:
     model = record("compare-sketches")["models"][0]
     clusters = {(each["hosts"], each["rate"]): each["lines"] for each in model["clusters"]}
     chosen = [clusters[4, "1gbit"], clusters[4, "100mbit"], clusters[8, "100mbit"]]
-    heading = "| | 4 hosts, 1 Gbit/s | 4 hosts, 100 Mbit/s | 8 hosts, 100 Mbit/s | bytes of a rank | accuracy |"
+    heading = "| | 4 hosts, 1 Gbit/s | 4 hosts, 100 Mbit/s | 8 hosts, 100 Mbit/s | bytes per process | accuracy |"
     found = 0
     for page, _, rows in tables(heading):
         for label, *cells in rows:
@@ -115,7 +115,7 @@ def test_scores_of_codes() -> None:
     ((_, _, rows),) = tables("| | accuracy | worse than dense | bytes in all, dense / sent |")
     for label, score, worse, ratio in rows:
         line = codes[label.strip("`")]
-        bounds = f"{line['worse_than_dense']:.2f} points (at most {line['worse_at_most']:.2f})"
+        bounds = f"{line['worse_than_dense']:.2f} points (95 % bound {line['worse_at_most']:.2f})"
         assert (score, worse) == (f"{line['score']:.2f} %", "" if label == "dense" else bounds), label
         assert ratio == ("1 x" if label == "dense" else f"{line['compression']:.1f} x"), label
     assert len(rows) == 4

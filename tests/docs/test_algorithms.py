@@ -22,23 +22,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_every_algorithm_has_a_page_a_row_and_a_drawing() -> None:
     index = (PAGES / "index.md").read_text()
     names = gradcomp.names()
-    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted([*names, "index"])
+    shared = knobs()["SHARED"]
+    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *(shared.get(name, name) for name in names)}
     assert sorted(path.stem for path in PAGES.glob("*.svg")) == sorted(names) == sorted(drawings.DRAWINGS)
     for name in names:
-        assert re.search(rf"^\| `{name}` \| \[.+\]\({name}\.md\) \| .+ \|$", index, re.MULTILINE), (
-            f"index.md needs a row: {name}"
-        )
-        text = (PAGES / f"{name}.md").read_text()
-        assert text.startswith(f"# {name}\n")
-        assert re.search(rf"^!\[.+\]\({name}\.svg\)$", text, re.MULTILINE), f"{name}.md shows no drawing"
-        headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-        assert headings == SECTIONS and "**Use it** " in text, name
-
-
-@pytest.mark.parametrize("name", gradcomp.names())
-def test_a_pages_knobs_are_the_declarations(name: str) -> None:
-    text = (PAGES / f"{name}.md").read_text()
-    assert text == knobs()["page"](name, text), "run: scripts/knobs --pages"
+        page = f"{shared.get(name, name)}.md" + (f"#{name}" if name in shared else "")
+        assert re.search(rf"^\| `{name}` \| \[.+\]\({page}\) \| .+ \|$", index, re.MULTILINE), f"index.md needs a row: {name}"
+        text = (PAGES / page.partition("#")[0]).read_text()
+        if name in shared:
+            text = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        else:
+            headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+            assert text.startswith(f"# {name}\n") and headings == SECTIONS
+        assert re.search(rf"^!\[.+\]\({name}\.svg\)$", text, re.MULTILINE), f"{name} shows no drawing"
+        assert "**Use it** " in text, name
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)

@@ -26,7 +26,7 @@ ELSEWHERE = {
 # Pages whose blocks show one thing after the other, each with a model of its own.
 APART = {"docs/training.md"}
 # Pages that take a door as given.
-DOORS = {"docs/training.md": "horovod", "docs/checkpoints.md": "ddp", "docs/telemetry.md": "ddp"}
+DOORS = {"docs/training.md": "horovod", "docs/checkpoints.md": "ddp"}
 
 CODE = {name_of(page): found for page in USERS if (found := [block for block in blocks(page) if block.language == "python"])}
 
@@ -112,6 +112,6 @@ def test_the_exceptions_are_pages_with_code() -> None:
 def test_every_block_names_its_language() -> None:
     for page in USERS:
         for block in blocks(page):
-            assert block.language in ("python", "sh", "text", "yaml", "json"), (
+            assert block.language in ("python", "sh", "text", "diff", "yaml", "json"), (
                 f"{name_of(page)}:{block.line} is {block.language!r}"
             )

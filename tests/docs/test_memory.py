@@ -1,4 +1,4 @@
-"""The page of memory has what a handle keeps for each parameter, under DDP and under Horovod."""
+"""The table of memory has what a handle keeps for each parameter, under DDP and under Horovod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
-PAGE = (ROOT / "docs" / "memory.md").read_text()
+PAGE = (ROOT / "docs" / "which-spec.md").read_text().partition("\n## How much memory")[2].partition("\n## ")[0]
 LAYERS, WIDTH, STEPS = 2, 512, 10
 OPTIMIZERS = {
     "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9), 4),

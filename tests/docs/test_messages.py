@@ -12,11 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-QUOTES = [
-    quote
-    for row in re.findall(r"^\| (`[^|]*) \|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
-    for quote in re.findall(r"`([^`]+)`", row)
-]
+QUOTES = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
 # What stands for a name or a number in a message.
 HOLE = "\0"
 

@@ -14,7 +14,7 @@ RECORDS = ROOT / "benchmarks" / "results"
 USERS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "decisions" not in path.parts)]
 PAGES = [
     *USERS,
-    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md", "csrc/wire.md")),
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),

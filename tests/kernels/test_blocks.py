@@ -46,7 +46,7 @@ def width(height: int, depth: int) -> int:
 
 
 def define_block(x: Tensor, bits: int) -> tuple[list[int], Tensor]:
-    """Compute a block's words and what they say, group by group and in double, by the definition in docs/wire.md."""
+    """Compute a block's words and what they say, group by group and in double, by the definition in csrc/wire.md."""
     parts = list(x.split(GROUP))
     scales = [scale_of(max(each & 0x7FFFFFFF for each in bits_of(part))) for part in parts]
     same = [len(set(bits_of(part))) == 1 and scale != INFINITE for part, scale in zip(parts, scales, strict=True)]

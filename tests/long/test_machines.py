@@ -1,4 +1,4 @@
-"""Bare machines: set-up names every missing package, and then README's commands run from nothing, to the last test.
+"""Bare machines: set-up names every missing package, and then the commands of docs/start.md run from nothing, to the last test.
 
 A machine is a folder, made by debootstrap. Its commands run in mount, process and host-name namespaces of their own: mounts and
 processes end with the command, however it ends. A machine takes up to 9 GB of disk and an hour; `-k` chooses one. The record,
@@ -167,8 +167,9 @@ def record(cell: Cell, ready: str, minutes: dict[str, float]) -> None:
         write(RECORD, {"what": "machines", "cells": [*others, own]})
 
 
-def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
-    (block,) = re.findall(r"## Install\n.*?^```sh\n(.+?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_commands_of_start_run_on_a_bare_machine(machine: Machine) -> None:
+    page = (ROOT / "docs" / "start.md").read_text()
+    (block,) = re.findall(r"## Install everything\n.*?^```sh\n(.+?)^```", page, re.MULTILINE | re.DOTALL)
     packages, demo, check = [line.partition("#")[0].strip() for line in block.splitlines()]
     if not machine.cell.horovod:
         demo += " --ddp"
@@ -177,7 +178,7 @@ def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
     status, said = machine.run(f"{there} && {demo}", user)
     asked = re.search(r"as root, run: (apt-get install [a-z0-9+. -]+)$", said, re.MULTILINE)
     assert status != 0 and asked and not (machine.root / machine.home.lstrip("/") / "gradcomp" / ".venv").exists(), said
-    assert machine.cell.cxx or set(packages.split()) <= set(asked[1].split()), "README names a package that set-up does not"
+    assert machine.cell.cxx or set(packages.split()) <= set(asked[1].split()), "the page names a package that set-up does not"
     machine.must(asked[1].replace("apt-get install", INSTALL), "root")
 
     minutes, ready = {}, ""

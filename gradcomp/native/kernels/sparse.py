@@ -145,7 +145,7 @@ def packed_words(n: int, capacity: int) -> int:
 def pack_sparse(
     values: Array, indices: Array, header: Array, n: int, blocks: Array, entries: Array, residual: Array | None = None
 ) -> None:
-    """Pack entries of a bucket of n (docs/wire.md). The rounding error goes back into residual, if given."""
+    """Pack entries of a bucket of n (csrc/wire.md). The rounding error goes back into residual, if given."""
     extension.native.pack_sparse(residual, values, indices, header, n, blocks, entries, **queue(values))
 
 
