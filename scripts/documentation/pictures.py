@@ -8,10 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from documentation.charts import MARGIN, NAME, ROW, WIDTH, Bar, Bounded, Curve, Sheet, bars, bounds, curves
-from documentation.tables import DOCS, RESULTS, SCALED, Line, by_hosts, lines_of, way_of
+from documentation.tables import DOCS, RESULTS, SCALED, Line, base_of, best, by_hosts, lines_of, way_of
 from laboratory.commands.steps import DOORS, launched
 from laboratory.report import read
-from laboratory.tasks.table import PERPLEXITY
 from laboratory.timing import upper_bound
 
 CHARTS = DOCS / "charts"
@@ -119,30 +118,6 @@ def scores() -> str:
         sheet.heading(title)
         bounds(sheet, rows, "{:.1f}" if "% above" in title else "{:.2f}")
     return sheet.svg()
-
-
-def best(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return a study's lines by their spec; of records with other learning rates, the one with its least training loss.
-
-    They are compared with dense, or with stock where real ranks trained it.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        (task,) = read(RESULTS / f"study-{name}.json")["tasks"].values()
-        for line in task["lines"]:
-            known = found.get(line["spec"])
-            if known is None or line["losses"][-1] < known["losses"][-1]:
-                found[line["spec"]] = line
-    sign = 1 if task["score"] == PERPLEXITY[0] else -1
-    for line in found.values():
-        worse = [sign * (a - b) for a, b in zip(line["scores"], base_of(found)["scores"], strict=True)]
-        line |= {"worse_than_dense": fmean(worse), "worse_at_most": upper_bound(worse)}
-    return found
-
-
-def base_of(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the line that others are compared with."""
-    return lines.get("stock", lines["dense"])
 
 
 def bounded(label: str, line: Line, factor: float) -> Bounded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,9 +14,12 @@ from laboratory.commands.trainers import table as losses
 from laboratory.harness.ways import LocalWay, local_of
 from laboratory.machine import ROOT
 from laboratory.report import Rows, figure, filled, read
+from laboratory.tasks.table import PERPLEXITY
+from laboratory.timing import upper_bound
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 Line = Mapping[str, Any]
+LINKS_OF_PAGES = ("100mbit", "1gbit", "10gbit")
 
 
 def lines_of(name: str) -> list[Any]:
@@ -24,6 +27,80 @@ def lines_of(name: str) -> list[Any]:
     (task,) = read(RESULTS / f"study-{name}.json")["tasks"].values()
     found: list[Any] = task["lines"]
     return found
+
+
+def best(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a study's lines by their spec; of records with other learning rates, the one with its least training loss.
+
+    They are compared with dense, or with stock where real ranks trained it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        (task,) = read(RESULTS / f"study-{name}.json")["tasks"].values()
+        for line in task["lines"]:
+            known = found.get(line["spec"])
+            if known is None or line["losses"][-1] < known["losses"][-1]:
+                found[line["spec"]] = line
+    sign = 1 if task["score"] == PERPLEXITY[0] else -1
+    for line in found.values():
+        worse = [sign * (a - b) for a, b in zip(line["scores"], base_of(found)["scores"], strict=True)]
+        line |= {"worse_than_dense": fmean(worse), "worse_at_most": upper_bound(worse)}
+    return found
+
+
+def base_of(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the line that others are compared with."""
+    return lines.get("stock", lines["dense"])
+
+
+# README.md
+
+RIVALS = {
+    "none": "compute only",
+    "stock": "plain DDP",
+    "bf16": "bf16 hook",
+    "powersgd:rank=4": "PowerSGD hook, rank 4",
+    "bf16:steps=4": "bf16, 4 batches accumulated",
+    "blocks": "`blocks`",
+    "topk": "`topk`",
+}
+
+
+def readme_steps() -> Rows:
+    """Write the milliseconds of a step under DDP: two rows for each link, of which the second has those of `blocks`."""
+    again = [run for name in ("cifar-large", "10gbit") for run in read(RESULTS / f"train-blocks-ddp-{name}.json")["runs"]]
+    rows = [["link of each host", *RIVALS.values()]]
+    for rate in LINKS_OF_PAGES:
+        (other,) = (run["lines"] for run in again if run["rate"] == rate)
+        for lines, label in ((launched("cifar-large", "ddp")[4, rate]["lines"], ""), (other, ", a later session")):
+            ms = {line["way"]: f"{line['ms']['median']:,.0f}" for line in lines}
+            rows.append([cluster(4, rate).partition(", ")[2] + label, *(ms.get(way, "") for way in RIVALS)])
+    return rows
+
+
+# The longest trainings: what they are, their records, of which each spec has its best learning rate, and the unit of a score.
+LONGEST: list[tuple[str, list[str], str]] = [
+    ("CIFAR-10 subset, SGD, 30 epochs: accuracy", ["cifar-converged"], "{:.2f} %"),
+    (
+        "Shakespeare, AdamW, 3,000 steps, each at its best of four rates: perplexity per byte",
+        [f"text-converged-{rate}" for rate in ("4e3", "8e3", "16e3", "32e3")],
+        "{:.2f}",
+    ),
+    ("Shakespeare, then fine-tuned uncompressed on another text: perplexity per byte", ["fine-tuned"], "{:.2f}"),
+]
+
+
+def longest() -> Rows:
+    """Write the scores of the longest trainings. A star: worse with 95 % confidence."""
+    rows = [["training, three seeds", "uncompressed", "`blocks`", "`orq`", "`topk`"]]
+    for about, names, form in LONGEST:
+        lines, cells = best(names), [about]
+        for spec in ("dense", "blocks", "orq", "topk:ratio=0.01"):
+            line = lines[spec]
+            is_worse = 2 * line["worse_than_dense"] > line["worse_at_most"] > 0
+            cells.append(form.format(line["score"]) + " *" * is_worse)
+        rows.append(cells)
+    return rows
 
 
 # benchmarks/step-times.md
@@ -147,7 +224,7 @@ def links() -> Rows:
     rows = [["link of each host", "model of 2.8 million parameters, SGD: `blocks`", *OVER_DDP.values()]]
     rows[0] += ["transformer of 1.3 million, AdamW: `topk`", *list(OVER_DDP.values())[1:]]
     five_bits = blocks_over_ddp()
-    for rate in ("100mbit", "1gbit", "10gbit"):
+    for rate in LINKS_OF_PAGES:
         cells = [cluster(4, rate).partition(", ")[2], five_bits[rate]]
         for task in TASKS:
             lines = {line["way"]: line for line in launched(task, "ddp")[4, rate]["lines"]}
@@ -268,6 +345,7 @@ STEP_TIMES |= {f"FSDP2, {about}": lambda door=door: fsdp2(door) for door, about 
 
 # The tables of each page, by the places that are marked for them.
 PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
+    ROOT / "README.md": {"step times": readme_steps, "longest trainings": longest},
     ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale},
     ROOT / "benchmarks" / "loops.md": {
         "loops": loops,
