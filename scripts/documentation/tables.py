@@ -289,16 +289,6 @@ def kernels() -> Rows:
     return rows
 
 
-def over_alltoall() -> Rows:
-    """Write a row for each way under FSDP2: its bytes, and its step over that of an all-to-all."""
-    runs = read(RESULTS / "train-blocks-fsdp.json")["runs"]
-    rows = [["way", "bytes an entry", *(f"over `alltoall`, {cluster(4, run['rate']).partition(', ')[2]}" for run in runs)]]
-    for at, first in enumerate(runs[0]["lines"]):
-        cells = [ratio(run["lines"][at]["over"].get("alltoall"), "") for run in runs]
-        rows.append([f"`{first['way']}`", f"{gradient_bytes(runs[0], first['way']):.1f}", *cells])
-    return rows
-
-
 def weights() -> Rows:
     """Write a row for the bits of gathered weights: bytes beside bfloat16's by formula, and scores beside whole weights'."""
     text, tones = ({line["spec"]: line for line in lines_of(name)} for name in ("weights", "weights-pitch"))
@@ -355,7 +345,7 @@ PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     DOCS / "which-spec.md": {"links": links},
     DOCS / "local-steps.md": {"losses": local_steps},
     DOCS / "fsdp.md": {"bits": weights, "weights": mixed},
-    DOCS / "results.md": {"FSDP2": over_alltoall, "kernels": kernels},
+    DOCS / "results.md": {"kernels": kernels},
 }
 
 

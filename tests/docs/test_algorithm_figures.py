@@ -112,7 +112,7 @@ def test_scores_and_times_of_sums() -> None:
 
 def test_scores_of_codes() -> None:
     codes = study("lgc")
-    ((_, _, rows),) = tables("| | accuracy | worse than dense | bytes in all, dense / sent |")
+    ((_, _, rows),) = tables("| | accuracy | difference from uncompressed | bytes in all, uncompressed / sent |")
     for label, score, worse, ratio in rows:
         line = codes[label.strip("`")]
         bounds = f"{line['worse_than_dense']:.2f} points (95 % bound {line['worse_at_most']:.2f})"

@@ -36,6 +36,20 @@ def section(heading: str) -> list[Block]:
     return [block for block in blocks(PAGE) if begin < block.line <= end]
 
 
+def script(heading: str) -> str:
+    """Return a section's script: its own, or that of DDP with the section's changes."""
+    (changes,) = [block.text for block in section(heading) if block.language in ("python", "diff")]
+    if not changes.startswith("-"):
+        return changes
+    text = script("DDP")
+    for hunk in re.split(r"^@@\n", changes, flags=re.MULTILINE):
+        lines = [line or " " for line in hunk.splitlines()]
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert text.count(old) == 1, f"these lines are not in the script of DDP:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
 def environment() -> dict[str, str]:
     """Return this process's environment, for ranks of this checkout that share its cores and its machine."""
     tools = Path(sys.executable).parent
@@ -83,14 +97,13 @@ def losses(lines: list[str]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", LAUNCHERS)
 def test_a_tutorial_runs(heading: str, tmp_path: Path) -> None:
-    by_language = {block.language: block.text for block in section(heading)}
-    assert len(section(heading)) == 3
+    by_language = {block.language: block.text for block in section("DDP") + section(heading)}
     shown = by_language["text"].splitlines()
     of_first = next(at for at, line in enumerate(shown) if line.startswith("resuming"))
     commands = [re.sub(r" +#.*", "", line) for line in by_language["sh"].splitlines()]
     first, second = [line for line in commands if line.startswith(LAUNCHERS[heading])]
     assert first.rpartition(" ")[0] == second.rpartition(" ")[0], "the second command only asks for more steps"
-    (tmp_path / "train.py").write_text(by_language["python"])
+    (tmp_path / "train.py").write_text(script(heading))
     printed = [line for line in by_command(first, tmp_path).splitlines() if line.startswith("step")]
     resumed, other = launch(again, 2, str(tmp_path), second.rpartition(" ")[2], free_port())
     assert without_losses(printed) == without_losses(shown[:of_first])
