@@ -268,7 +268,7 @@ def way_of(line: Line) -> LocalWay:
     return way
 
 
-# docs/results.md
+# benchmarks/step-times.md
 
 # The kernels of the page, and what it calls them.
 KERNELS = {
@@ -336,7 +336,7 @@ STEP_TIMES |= {f"FSDP2, {about}": lambda door=door: fsdp2(door) for door, about 
 # The tables of each page, by the places that are marked for them.
 PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     ROOT / "README.md": {"step times": readme_steps, "longest trainings": longest},
-    ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale},
+    ROOT / "benchmarks" / "step-times.md": {**STEP_TIMES, "scale": scale, "kernels": kernels},
     ROOT / "benchmarks" / "loops.md": {
         "loops": loops,
         "programs": programs,
@@ -345,7 +345,6 @@ PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     DOCS / "which-spec.md": {"links": links},
     DOCS / "local-steps.md": {"losses": local_steps},
     DOCS / "fsdp.md": {"bits": weights, "weights": mixed},
-    DOCS / "results.md": {"kernels": kernels},
 }
 
 

@@ -44,7 +44,7 @@ def test_wrong_words_are_refused(words: list[str], said: str) -> None:
 
 def rows() -> dict[str, list[str]]:
     """Read the page's table: the other cells of each row, by its first one."""
-    _, _, after = (ROOT / "docs" / "predict.md").read_text().partition("| link | `auto` chose |")
+    _, _, after = (ROOT / "benchmarks" / "step-times.md").read_text().partition("| link | `auto` chose |")
     lines = after.partition("\n\n")[0].splitlines()[2:]
     return {cells[0]: cells[1:] for line in lines for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
 
