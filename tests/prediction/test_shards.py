@@ -186,7 +186,7 @@ def test_the_page_holds_the_records() -> None:
     read = lambda name: json.loads((root / f"benchmarks/results/{name}.json").read_text())  # noqa: E731
     made, done = read("predictions-fsdp"), read("train-fsdp-weights")
     measured = {(run["rate"], line["way"]): line["ms"]["median"] for run in done["runs"] for line in run["lines"]}
-    page = (root / "docs/decisions/prediction.md").read_text()
+    page = (root / "benchmarks/step-times.md").read_text()
     assert len(made["lines"]) == 24
     for line in made["lines"]:
         assert f" {line['predicted_ms']:,} / {measured[line['rate'], line['way']]:,.0f} (" in page, line
