@@ -220,16 +220,14 @@ OVER_DDP = {"topk": "`topk`", "sdagc": "`sdagc`", "bf16": "bf16", "powersgd:rank
 
 
 def links() -> Rows:
-    """Write a row for each link: the steps of two models by each way, over those of DDP alone; of `blocks`, one model's."""
-    rows = [["link of each host", "model of 2.8 million parameters, SGD: `blocks`", *OVER_DDP.values()]]
-    rows[0] += ["transformer of 1.3 million, AdamW: `topk`", *list(OVER_DDP.values())[1:]]
-    five_bits = blocks_over_ddp()
+    """Write two rows for each link: the steps of two models by each way, over those of DDP alone; of `blocks`, one model's."""
+    rows, five_bits = [["link of each host, model", "`blocks`", *OVER_DDP.values()]], blocks_over_ddp()
     for rate in LINKS_OF_PAGES:
-        cells = [cluster(4, rate).partition(", ")[2], five_bits[rate]]
-        for task in TASKS:
+        for task, about in {"cifar-large": "images", "shakespeare": "text"}.items():
             lines = {line["way"]: line for line in launched(task, "ddp")[4, rate]["lines"]}
-            cells += [f"{lines[way]['over']['stock']['median']:.2f}" for way in OVER_DDP]
-        rows.append(cells)
+            over = [f"{lines[way]['over']['stock']['median']:.2f}" for way in OVER_DDP]
+            label = f"{cluster(4, rate).partition(', ')[2]}, {about}"
+            rows.append([label, five_bits[rate] if about == "images" else "", *over])
     return rows
 
 
