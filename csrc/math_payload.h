@@ -37,6 +37,22 @@ struct LevelsPayload {
   int64_t bytes() const { return words_at() + 8 * words; }
 };
 
+// What a take moves out of a residual, and the parts of its payload.
+struct Taken {
+  Span<float> values;
+  Span<int32_t> indices, header;
+  Span<uint32_t> blocks, entries;
+};
+
+// The thresholds of a bucket's layers, and what they follow from.
+struct Bar {
+  Span<const double> moments;
+  Span<const int32_t> ends;
+  Span<float> lam, thresholds;
+  bool pooled;
+  int64_t target;
+};
+
 // What this rank has sent, taken apart.
 struct OwnPacked {
   Span<const uint32_t> blocks, entries;

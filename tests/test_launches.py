@@ -167,7 +167,7 @@ def test_a_step_of_a_resnet_50_takes_few_launches(
 # A GPT-2's layers, narrower, in DDP's 13 buckets.
 GPT, DDP_BUCKETS = Shape(16, 12, 2, 512, 64, 1), 13
 # What a step asks of a GPU more than DDP's: kernels, and torch's operations; and a comparison of Adam's noise, for each bucket.
-MORE_THAN_DDP, OF_COMPARISON = {"topk": 100, "sdagc": 120, "orq": 85}, 36
+MORE_THAN_DDP, OF_COMPARISON = {"topk": 70, "sdagc": 75, "orq": 85}, 36
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -213,8 +213,8 @@ def test_a_step_of_a_gpt_takes_few_operations_more_than_ddps(
             assert gpu.waits == [] and 0 < found.total() <= most, found
 
 
-# A bucket's launches: those of gradcomp's kernels, and torch's. The aim is 5, and 4 of blocks.
-LAUNCHES = {"dense": (4, 1), "topk": (10, 0), "sdagc": (14, 0), "sdagc:lam=2": (13, 2), "orq": (5, 2), "bingrad": (5, 1)}
+# A bucket's launches: those of gradcomp's kernels, and torch's.
+LAUNCHES = {"dense": (4, 1), "topk": (4, 0), "sdagc": (5, 0), "sdagc:lam=2": (5, 2), "orq": (5, 2), "bingrad": (5, 1)}
 LAUNCHES |= {"blocks": (4, 1)}
 # A bucket's other calls of CUDA. Each native call asks for the current device.
 MOST_CALLS = 10

@@ -1,19 +1,16 @@
-// Taking the entries above their layer's threshold, on a GPU.
+// Thresholds of a bucket's layers from their moments, the steering of lam, and the taking of the entries above, on a GPU: one
+// launch each, or one in all. A take's blocks list what passes, and choose the largest where these are too many
+// (device_select.cuh); before that they may set thresholds, and then steer and pack.
 //
-//   mark_passing         a bit for each entry that passes, and their number
-//   take_or_list         moves all entries that pass out, if the capacity is enough, and the other kernels return at once;
-//                        otherwise lists them in order, if they are not too many; a histogram of their keys' leading 11 bits
-//   count_digits         the next digit of the key of the last entry within the capacity, from the list
-//   count_last_digits, count_taken, take_chosen   as in topk.cu
-//
-// The last five read all entries if those that pass are too many for the list. Six launches and one memset. Bytes an entry of
-// the bucket: 4.3, or 0.5 where peaks leave a tenth of the lines; 24 for a taken one, or about 60 for a listed one; 24 without
-// a list.
+// Bytes: 48 a layer for thresholds, 20 to steer. An entry of the bucket: 4.1, or 0.5 where peaks leave a tenth of the lines; 20
+// for one that passes; 12 more for each where they are too many, and 16 an entry of the bucket without a list. Predicted for 6
+// M entries of which 1 % pass, without peaks: 12 us to list, 6 meetings of 1.5 us, 10 us for 161 layers' thresholds, 6 us for
+// 60,000 taken ones: 37 us. Of 25 M: 90 us.
 
 #include "../math.h"
 #include "../ops.h"
+#include "device_pack.cuh"
 #include "device_select.cuh"
-#include "thread_residual.cuh"
 
 namespace gradcomp::cuda {
 namespace {
@@ -22,8 +19,9 @@ namespace {
 struct Passing {
   const int32_t* ends;
   const float* thresholds;
-  uint32_t low, high;  // the entries that are asked about belong to these layers
-  uint32_t threshold;  // of the low one
+  uint32_t low, high;               // the entries that are asked about belong to these layers
+  uint32_t threshold;               // of the low one
+  const uint32_t* peaks = nullptr;  // if given, what they hide does not pass
 
   // Mostly all entries belong to one layer, whose threshold is then at hand.
   __device__ __forceinline__ Passing over(uint32_t first, uint32_t last) const {
@@ -33,14 +31,15 @@ struct Passing {
     if (static_cast<uint32_t>(ends[its.low]) <= last) {
       its.high = first_not(its.low, high, [&](uint32_t i) { return static_cast<uint32_t>(ends[i]) <= last; });
     }
-    its.threshold = magnitude_key(thresholds[its.low]);
+    its.threshold = magnitude_key(__ldcg(thresholds + its.low));
     return its;
   }
 
   __device__ __forceinline__ uint32_t operator()(float x, uint32_t index) const {
-    const uint32_t least = low == high ? threshold : magnitude_key(thresholds[layer_of(index)]);
+    const uint32_t least = low == high ? threshold : magnitude_key(__ldcg(thresholds + layer_of(index)));
     const uint32_t key = magnitude_key(x);
-    return key > least ? key : 0;
+    const bool hidden = peaks != nullptr && low == high && peaks[index / kLine] <= threshold;
+    return key > least && !hidden ? key : 0;
   }
 
   // The first layer that ends behind the entry, which is never an empty one.
@@ -58,80 +57,145 @@ struct Passing {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) mark_passing(ResidualReader reader, MovingHand hand, uint32_t n, Passing passing,
-                                                         uint32_t capacity, const uint32_t* peaks, Plan plan) {
-  const uint32_t tile = blockIdx.x * kTile;
-  const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
-  const auto exceeds = [least = its.threshold](uint32_t key) { return key > least; };
-  const auto passes = [&](float x) { return exceeds(magnitude_key(x)); };
-  const auto passes_at = [&](float x, uint32_t index) { return its(x, index) != 0; };
-  const bool alike = its.low == its.high;
-  const uint32_t marks = alike && peaks != nullptr ? marks_by_peaks(reader, n, peaks, exceeds)
-                                                   : marks_of_tile(reader, n, alike, passes, passes_at);
-  uint32_t found;
-  if (!note_marks(plan, marks, &found)) return;
-  if (threadIdx.x != 0) return;
-  const bool listed = found <= plan.longest_list;
-  *plan.choice = {0, capacity, found <= capacity ? 0 : listed ? found : n, listed ? 1u : 0u, 0};
-  hand.announce(found);
+struct Layers {
+  const double* moments;
+  const int32_t* ends;
+  int64_t count;
+};
+
+__device__ __forceinline__ Moments<double> moments_of(const Layers& layers, int64_t layer) {
+  const int64_t begin = layer == 0 ? 0 : layers.ends[layer - 1];
+  return load_moments(layers.moments + kMoments * layer, static_cast<double>(layers.ends[layer] - begin));
 }
 
-// Call use(place, index) for each entry of this block's tile that passes; its place is that among all. Returns their number.
-template <class Use>
-__device__ __forceinline__ uint32_t for_each_passing(const Plan& plan, Use use) {
-  const uint32_t marks = plan.bits[blockIdx.x * kThreads + threadIdx.x];
-  uint32_t total;
-  uint32_t place = plan.tile_begin[blockIdx.x] + block_exclusive_sum<kThreads>(__popc(marks), total);
-  for_each_bit(marks, [&](uint32_t bit) { use(place++, blockIdx.x * kTile + threadIdx.x * 32 + bit); });
-  return total;
-}
-
-__global__ void __launch_bounds__(kThreads) take_or_list(ResidualReader reader, MovingHand hand, Passing passing, Plan plan) {
-  alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
-  __shared__ Digit picked;
-  if (plan.choice->sources == 0) {
-    for_each_passing(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.residual[index]); });
+// Set the thresholds, as all blocks of a launch. Where layers are pooled, the first block does all: one thread merges the
+// moments in the order of the layers, and the others fetch them.
+template <unsigned kThreads>
+__device__ __forceinline__ void set_thresholds(const Layers& layers, const float* lam, bool pooled, float* thresholds) {
+  if (!pooled) {
+    for (int64_t layer = int64_t{blockIdx.x} * kThreads + threadIdx.x; layer < layers.count; layer += gridDim.x * kThreads) {
+      thresholds[layer] = threshold_of(moments_of(layers, layer), *lam);
+    }
     return;
   }
-  const uint32_t blocks = plan.choice->listed != 0 ? gridDim.x : blocks_with_work(plan);
-  if (blockIdx.x >= blocks) return;
-  const Choice choice = *plan.choice;
-  clear_digits<kThreads, kFirstDigits>(counts);
-  if (choice.listed != 0) {
-    const uint32_t found = for_each_passing(plan, [&](uint32_t place, uint32_t index) {
-      const float x = hand.residual[index];
-      plan.list[place] = index;
-      plan.values[place] = x;
-      count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
-    });
-    if (threadIdx.x == 0) plan.tile_count[blockIdx.x] = found;
-  } else {
-    count_all<kFirstDigits>(reader, passing, choice, kFirstShift, blocks, counts);
+  if (blockIdx.x != 0) return;
+  constexpr unsigned kFetched = 128;
+  __shared__ Moments<double> fetched[kFetched];
+  __shared__ float found;
+  Moments<double> all = {};
+  for (int64_t first = 0; first < layers.count; first += kFetched) {
+    const int64_t layer = first + threadIdx.x;
+    if (threadIdx.x < kFetched && layer < layers.count) fetched[threadIdx.x] = moments_of(layers, layer);
+    __syncthreads();
+    for (int64_t i = 0; threadIdx.x == 0 && i < kFetched && first + i < layers.count; ++i) all = merge(all, fetched[i]);
+    __syncthreads();
   }
-  pick_next<kFirstDigits>(counts, plan.first_counts, plan.tickets + 0, blocks, choice, kFirstShift, plan, &picked);
+  if (threadIdx.x == 0) found = threshold_of(all, *lam);
+  __syncthreads();
+  for (int64_t layer = threadIdx.x; layer < layers.count; layer += kThreads) thresholds[layer] = found;
+}
+
+// Steer after a count.
+__device__ __forceinline__ void steer(float* lam, uint32_t found, double target) {
+  const Steered next = steered({lam[0], lam[1]}, static_cast<double>(static_cast<int32_t>(found)), target);
+  lam[0] = next.lam;
+  lam[1] = next.gain;
+}
+
+__global__ void __launch_bounds__(kSelecting) set_all(Layers layers, const float* lam, bool pooled, float* thresholds) {
+  set_thresholds<kSelecting>(layers, lam, pooled, thresholds);
+}
+
+__global__ void steer_lam(float* lam, const int32_t* header, double target) {
+  steer(lam, static_cast<uint32_t>(header[0]), target);
+}
+
+// What a launch does beside taking: it sets thresholds, if there are moments, and steers, if there is a target.
+struct Rule {
+  Layers layers;
+  float* lam;
+  float* thresholds;
+  bool pooled;
+  int64_t target;
+};
+
+__global__ void __launch_bounds__(kSelecting)
+    select_above(const __grid_constant__ ResidualReader reader, MovingHand hand, uint32_t n,
+                 const __grid_constant__ Passing passing, uint32_t capacity, const uint32_t* peaks,
+                 const __grid_constant__ Plan plan, const __grid_constant__ Rule rule, const __grid_constant__ Packing packing,
+                 uint32_t* ticket) {
+  const Counted own = shared_digits();
+  Meeting meeting = {ticket};
+  plan.clear();
+  if (rule.layers.moments != nullptr) set_thresholds<kSelecting>(rule.layers, rule.lam, rule.pooled, rule.thresholds);
+  meeting.wait();
+  for_each_own_tile(plan, [&](uint32_t tile) {
+    const uint32_t first = tile * kSelectTile, last = min(n - first, kSelectTile) - 1;
+    const Passing its = passing.over(first, first + last);
+    const auto exceeds = [least = its.threshold](uint32_t key) { return key > least; };
+    const uint32_t lines = lines_of(its.low == its.high ? peaks : nullptr, n, tile, exceeds);
+    list_tile(reader, n, tile, lines, plan, [&](float x, uint32_t index) { return its(x, index) != 0; });
+  });
+  meeting.wait();
+  const uint32_t found = __ldcg(plan.found);
+  if (blockIdx.x + threadIdx.x == 0) {
+    hand.announce(found);
+    if (rule.target > 0) steer(rule.lam, found, static_cast<double>(rule.target));
+  }
+  const bool fits = found <= capacity;
+  const Choice choice = {0, fits ? 0 : capacity, fits ? kAllDigits : 0};
+  Passing seen = passing;
+  seen.peaks = peaks;
+  choose_and_take(Sources<ResidualReader, Passing>{reader, seen, plan, n, found <= plan.longest_list}, hand, choice, own,
+                  meeting);
+  pack_taken<kSelecting>(packing, found, meeting);
+  meeting.end();
+}
+
+void select(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
+            OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, const float* thresholds, Span<float> values,
+            Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, const Rule& rule, const Packing& packing,
+            uint32_t* ticket, Queue queue) {
+  const Plan plan(residual.size, values.size, scratch.data);
+  const MovingHand hand = {residual.data, ages.data, values.data, indices.data, flag.data, header.data};
+  const Passing passing = {ends.data, thresholds, 0, static_cast<uint32_t>(ends.size - 1), 0};
+  const int64_t capacity = values.size < residual.size ? values.size : residual.size;
+  LAUNCH_TOGETHER(select_above, plan.blocks(), kSelecting, queue, ResidualReader{residual.data}, hand,
+                  static_cast<uint32_t>(residual.size), passing, static_cast<uint32_t>(capacity), peaks.data, plan, rule,
+                  packing, ticket);
 }
 
 }  // namespace
 
-int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, true, nullptr).words; }
+void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool pooled,
+                    Span<float> thresholds, Queue queue) {
+  if (ends.size == 0) return;
+  const Layers layers = {moments.data, ends.data, ends.size};
+  LAUNCH(set_all, pooled ? 1 : blocks_for(ends.size, kSelecting), kSelecting, 0, queue, layers, lam.data, pooled,
+         thresholds.data);
+}
+
+void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue queue) {
+  LAUNCH(steer_lam, 1, 1, 0, queue, lam.data, header.data, static_cast<double>(target));
+}
+
+// Behind the plan lies the ticket of a call that has no counters.
+int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, nullptr).words + 1; }
 
 void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
                 OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, Span<const float> thresholds, Span<float> values,
                 Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
-  const Plan plan(residual.size, values.size, true, scratch.data);
-  const auto n = static_cast<uint32_t>(residual.size);
-  const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
-  const unsigned tiles = blocks_for(n, kTile);
-  const ResidualReader reader = {residual.data};
-  const MovingHand hand = {residual.data, ages.data, values.data, indices.data, flag.data, header.data};
-  const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
-  const auto count_second = count_digits<ResidualReader, Passing>;
+  uint32_t* const ticket = zeroed_ticket(scratch, take_above_scratch(residual.size, values.size), queue);
+  select(residual, ages, flag, peaks, ends, thresholds.data, values, indices, header, scratch, {}, {}, ticket, queue);
+}
 
-  plan.clear(queue);
-  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, peaks.data, plan);
-  LAUNCH(take_or_list, tiles, kThreads, 0, queue, reader, hand, passing, plan);
-  LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, passing, plan);
-  choose_and_take(reader, hand, n, passing, plan, queue);
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
+                   OptionalSpan<const uint32_t> peaks, const Bar& bar, const Taken& taken, Span<uint32_t> scratch,
+                   uint32_t* ticket, Queue queue) {
+  const Rule rule = {
+      {bar.moments.data, bar.ends.data, bar.ends.size}, bar.lam.data, bar.thresholds.data, bar.pooled, bar.target};
+  select(residual, ages, flag, peaks, bar.ends, bar.thresholds.data, taken.values, taken.indices, taken.header, scratch, rule,
+         packing_of(residual, taken), ticket, queue);
 }
 
 }  // namespace gradcomp::cuda

@@ -93,6 +93,38 @@ static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t 
   return true;
 }
 
+// A barrier of all blocks of a launch, which are resident together. The fences do what those of is_last_block do. *ticket
+// starts as 0, and is 0 again after the launch.
+struct Meeting {
+  uint32_t* ticket;
+  uint32_t awaited = 0;
+
+  // All blocks may then read what others wrote before, with __ldcg.
+  __device__ __forceinline__ void wait() {
+    awaited += gridDim.x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(ticket, 1u);
+      while (atomicAdd(ticket, 0u) < awaited) continue;
+      __threadfence();
+    }
+    __syncthreads();
+  }
+
+  // No block waits any more.
+  __device__ __forceinline__ void end() const {
+    if (threadIdx.x == 0 && atomicAdd(ticket, 1u) == awaited + gridDim.x - 1) atomicExch(ticket, 0u);
+  }
+};
+
+// Set the ticket of a call to 0, the last of its words of scratch.
+inline uint32_t* zeroed_ticket(Span<uint32_t> scratch, int64_t words, Queue queue) {
+  uint32_t* const ticket = scratch.data + words - 1;
+  CUDA_TRY(cudaMemsetAsync(ticket, 0, sizeof *ticket, static_cast<cudaStream_t>(queue.stream)));
+  return ticket;
+}
+
 // A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it to that of all blocks. The digit
 // 0 follows from the rest. Each lane counts it in a place of its own, which nobody reads: in a gradient full of zeros all
 // threads would count in one place, and a branch for each entry costs more than the entry.

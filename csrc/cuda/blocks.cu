@@ -194,16 +194,16 @@ struct Group {
 
 // Read this thread's groups in kAtOnce payloads from the first on, side by side, since each waits twice for memory: for the
 // depths of its groups, and then for the codes, whose places follow from them. Groups of a block that is not sound, and those
-// of payloads that are not there, are empty. Returns whether all blocks are sound.
+// of payloads that are not there, are empty. `sent`, if it is given, is the only payload. Returns whether all blocks are sound.
 template <int kAtOnce>
-__device__ __forceinline__ bool read_groups(unsigned block, const Spans<const uint8_t>& payloads, int first,
-                                            const Blocks& form, Group (&some)[kAtOnce]) {
+__device__ __forceinline__ bool read_groups(unsigned block, const Spans<const uint8_t>& payloads, const uint8_t* sent,
+                                            int first, const Blocks& form, Group (&some)[kAtOnce]) {
   const auto groups = static_cast<unsigned>(Blocks::groups_of(form.entries(block)));
   const auto budget = static_cast<unsigned>(form.budget(groups));
   const uint32_t* codes[kAtOnce];
   UNROLLED for (int i = 0; i < kAtOnce; ++i) {
-    const bool there = kAtOnce == 1 || first + i < payloads.count;
-    const uint8_t* const payload = payloads.data[there ? first + i : first];
+    const bool there = kAtOnce == 1 || first + i < (sent != nullptr ? 1 : payloads.count);
+    const uint8_t* const payload = sent != nullptr ? sent : payloads.data[there ? first + i : first];
     const uint32_t* const own = reinterpret_cast<const uint32_t*>(payload + kHeaderBytes) + form.at(block);
     codes[i] = own + Blocks::codes_at(groups);
     some[i].top = top_of(own[0]);
@@ -231,27 +231,27 @@ __device__ __forceinline__ bool read_groups(unsigned block, const Spans<const ui
 
 __device__ __forceinline__ bool is_flagged(const uint8_t* payload) { return reinterpret_cast<const int32_t*>(payload)[1] != 0; }
 
-// Add all payloads to the entries of a block, in order. spoils: an unsound payload spoils the target.
+// Add all payloads to the entries of a block, in order; or what this rank has sent alone, which never spoils the target.
 template <int kAtOnce>
 __device__ __forceinline__ void add_to_block(unsigned block, float* target, const Spans<const uint8_t>& payloads,
-                                             const Blocks& form, float scale, bool spoils, float* rows) {
+                                             const uint8_t* sent, const Blocks& form, float scale, float* rows) {
   const auto count = static_cast<unsigned>(form.entries(block));
   float* const x = target + form.begin(block);
   // Other blocks may make the first entry NaN meanwhile.
-  const bool is_watched = block == 0 && spoils;
+  const bool is_watched = block == 0 && sent == nullptr;
   fetch(x, count, rows, is_watched ? 1 : 0);
   if (is_watched && threadIdx.x == 0) rows[0] = *static_cast<volatile float*>(target);
   bool sound = true;
-  for (int first = 0; first < payloads.count; first += kAtOnce) {
+  for (int first = 0; first < (sent != nullptr ? 1 : payloads.count); first += kAtOnce) {
     Group some[kAtOnce];
-    sound = read_groups(block, payloads, first, form, some) && sound;
-    if (block == 0) {
+    sound = read_groups(block, payloads, sent, first, form, some) && sound;
+    if (is_watched) {
       for (int i = first; i < payloads.count && i < first + kAtOnce; ++i) sound = sound && !is_flagged(payloads.data[i]);
     }
     UNROLLED for (int i = 0; i < kAtOnce; ++i) some[i].add_to(rows + threadIdx.x * kPadded, scale);
   }
   put_back(x, count, rows, is_watched ? 1 : 0);
-  if (threadIdx.x != 0 || !spoils) return;
+  if (threadIdx.x != 0 || sent != nullptr) return;
   if (!sound) {
     spoil({target, form.n}, {});
   } else if (is_watched) {
@@ -259,46 +259,37 @@ __device__ __forceinline__ void add_to_block(unsigned block, float* target, cons
   }
 }
 
-// Put back what this rank has sent, by the one block that calls this.
-ONE_COPY __device__ void put_all_back(float* residual, const Spans<const uint8_t>& own, const Blocks& form, float* rows) {
-  for (unsigned block = 0; block < gridDim.x; ++block) {
-    add_to_block<1>(block, residual, own, form, 1.0f, false, rows);
-    __syncthreads();  // the next one writes shared memory
-  }
-}
-
-// If a residual is given, the last block settles.
+// If a residual is given, the last block settles: it puts what this rank has sent back, block by block.
 template <int kAtOnce>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     add(float* target, const __grid_constant__ Spans<const uint8_t> payloads, const __grid_constant__ Blocks form, float scale,
-        float* residual, const __grid_constant__ Spans<const uint8_t> own, uint32_t* ticket) {
+        float* residual, const uint8_t* own, uint32_t* ticket) {
   __shared__ float rows[kThreads * kPadded];
-  add_to_block<kAtOnce>(blockIdx.x, target, payloads, form, scale, true, rows);
-  if (residual == nullptr || !is_last_block(ticket, gridDim.x)) return;
-  if (!is_finite(__ldcg(target))) put_all_back(residual, own, form, rows);
+  const uint8_t* sent = nullptr;
+  for (unsigned block = blockIdx.x; block < gridDim.x;) {
+    add_to_block<kAtOnce>(block, sent == nullptr ? target : residual, payloads, sent, form, sent == nullptr ? scale : 1.0f,
+                          rows);
+    __syncthreads();  // the next one writes shared memory
+    ++block;
+    if (sent != nullptr) continue;
+    if (residual == nullptr || !is_last_block(ticket, gridDim.x) || is_finite(__ldcg(target))) return;
+    sent = own;
+    block = 0;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) settle(float* residual, const __grid_constant__ Spans<const uint8_t> own,
                                                    const __grid_constant__ Blocks form, const float* update) {
   __shared__ float rows[kThreads * kPadded];
-  if (!is_finite(update[0])) add_to_block<1>(blockIdx.x, residual, own, form, 1.0f, false, rows);
-}
-
-void launch_add(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, float* residual,
-                Span<const uint8_t> own, uint32_t* ticket, Queue queue) {
-  const Blocks form{target.size, bits};
-  const auto add_them = payloads.count == 1 ? add<1> : add<2>;
-  LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale, residual, Spans(own),
-         ticket);
+  if (!is_finite(update[0])) add_to_block<1>(blockIdx.x, residual, own, own.data[0], form, 1.0f, rows);
 }
 
 // Read a payload's block into pieces.
-__global__ void __launch_bounds__(kThreads)
-    read(const __grid_constant__ Spans<const uint8_t> payload, const __grid_constant__ Blocks form,
-         const __grid_constant__ Pieces to) {
+__global__ void __launch_bounds__(kThreads) read(const __grid_constant__ Spans<const uint8_t> payload,
+                                                 const __grid_constant__ Blocks form, const __grid_constant__ Pieces to) {
   __shared__ float rows[kThreads * kPadded];
   Group some[1];
-  const bool sound = read_groups(blockIdx.x, payload, 0, form, some) && !is_flagged(payload.data[0]);
+  const bool sound = read_groups(blockIdx.x, payload, nullptr, 0, form, some) && !is_flagged(payload.data[0]);
   float* const row = rows + threadIdx.x * kPadded;
   for (unsigned i = 0; i < kEntries; ++i) row[i] = 0;
   some[0].add_to(row, 1);
@@ -321,8 +312,16 @@ void take_blocks(Span<float> residual, OptionalSpan<const int32_t> flag, int64_t
          reinterpret_cast<int32_t*>(payload.data), words);
 }
 
+void add_and_settle_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale,
+                           Span<float> residual, Span<const uint8_t> own, Span<uint32_t> counters, Queue queue) {
+  const Blocks form{target.size, bits};
+  const auto add_them = payloads.count == 1 ? add<1> : add<2>;
+  LAUNCH(add_them, blocks_for(form.count(), 1), kThreads, 0, queue, target.data, payloads, form, scale, residual.data, own.data,
+         counters.data);
+}
+
 void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, Queue queue) {
-  launch_add(target, payloads, bits, scale, nullptr, {}, nullptr, queue);
+  add_and_settle_blocks(target, payloads, bits, scale, {}, {}, {}, queue);
 }
 
 void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Queue queue) {
@@ -333,11 +332,6 @@ void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Qu
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {
   const Blocks form{residual.size, bits};
   LAUNCH(settle, blocks_for(form.count(), 1), kThreads, 0, queue, residual.data, Spans(own), form, update.data);
-}
-
-void add_and_settle_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale,
-                           Span<float> residual, Span<const uint8_t> own, Span<uint32_t> counters, Queue queue) {
-  launch_add(target, payloads, bits, scale, residual.data, own, counters.data, queue);
 }
 
 }  // namespace gradcomp::cuda

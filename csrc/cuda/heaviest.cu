@@ -4,14 +4,12 @@
 //   sample_digits        a histogram of the leading bits of some estimates, and a threshold that a few more than k should reach
 //   mark_cells           two bits for each cell: whether it reaches the threshold, and whether it does so with the other sign
 //   mark_reaching        a bit for each entry of which most cells reach the threshold with one sign: so does their median
-//   list_reaching        these entries and their estimates, a tile's in order; a histogram of the leading bits
-//   count_digits         the second digit of the k-th key, from the list
-//   count_last_digits, count_taken, take_chosen   as in topk.cu
+//   select_reaching      these entries and their estimates, and the largest of them (device_select.cuh)
 //
-// The last five compute the estimates of all entries if those marked are fewer than k, or too many for the list, or if a cell
-// is NaN. Eight launches and one memset. Bytes: the table once, 4 bytes an entry and row of its bits for 16 entries, which the
-// first cache mostly holds, 0.3 an entry, and 8 a candidate in each of the last passes; without a list, 20 an entry of the
-// table in each of five.
+// The last one computes the estimates of all entries if those marked are fewer than k, or too many for the list, or if a cell
+// is NaN. Four launches and one memset. Bytes: the table once, 4 bytes an entry and row of its bits for 16 entries, which the
+// first cache mostly holds, 0.3 an entry, and 8 a candidate in each of five passes; without a list, 20 an entry of the table in
+// each. Predicted for 25 M entries and 16,000 candidates: 20 us, 5 us, 60 us, and 15 us for seven meetings of few blocks.
 
 #include "../math_sketch.h"
 #include "../ops.h"
@@ -19,6 +17,29 @@
 
 namespace gradcomp::cuda {
 namespace {
+
+// Threads of a block, and blocks of a launch, at most, in the passes before the selection.
+constexpr unsigned kThreads = 256, kMostBlocks = 2048;
+
+// The scratch of these passes: zeros first, the threshold, the entries' bits, those of the cells.
+struct Marks {
+  uint32_t* counts;   // of the sample's leading digits
+  uint32_t* tickets;  // of the sample, and of the selection
+  uint32_t* odd;      // NaN among the cells
+  uint32_t* threshold;
+  uint32_t* bits;
+  uint32_t* cells;
+
+  static constexpr int64_t kZeroed = kFirstDigits + 3;
+  static int64_t words(int64_t n, int64_t search_size) { return kZeroed + 1 + (n + 31) / 32 + 4 * search_size; }
+  Marks(uint32_t* at, int64_t n)
+      : counts(at),
+        tickets(at + kFirstDigits),
+        odd(tickets + 2),
+        threshold(odd + 1),
+        bits(threshold + 1),
+        cells(bits + (n + 31) / 32) {}
+};
 
 __device__ __forceinline__ void swap_if(bool wanted, float& a, float& b) {
   const float first = a;
@@ -117,7 +138,7 @@ struct Sample {
 
 template <int kRows>
 __global__ void __launch_bounds__(kThreads)
-    sample_digits(const __grid_constant__ EstimateReader<kRows> reader, Sample sample, Plan plan) {
+    sample_digits(const __grid_constant__ EstimateReader<kRows> reader, Sample sample, Marks marks) {
   constexpr uint32_t kFoursOfTile = kSketchTile / 4;
   alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
   __shared__ Digit picked;
@@ -127,25 +148,25 @@ __global__ void __launch_bounds__(kThreads)
     const Four four = reader.read(own, 4);
     for (const float x : four.x) count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
   }
-  add_up_digits<kThreads, kFirstDigits>(counts, plan.first_counts);
-  if (!is_last_block(plan.tickets + 5, gridDim.x)) return;
-  pick_digit<kThreads, kFirstDigits>(plan.first_counts, sample.wanted, &picked);
-  for (uint32_t digit = threadIdx.x; digit < kFirstDigits; digit += kThreads) plan.first_counts[digit] = 0;
-  if (threadIdx.x == 0) plan.choice->digits = sample.threshold(picked);
+  add_up_digits<kThreads, kFirstDigits>(counts, marks.counts);
+  if (!is_last_block(marks.tickets, gridDim.x)) return;
+  pick_digit<kThreads, kFirstDigits>(marks.counts, sample.wanted, &picked);
+  if (threadIdx.x == 0) *marks.threshold = sample.threshold(picked);
 }
 
 // The bits of a tile of columns, from the highest on: those of the sixteen cells that reach the threshold, then those that do
 // so with the other sign. So the signs of a turn belong to the first sixteen.
-__global__ void __launch_bounds__(kThreads) mark_cells(Span<const float> table, uint32_t* words, Plan plan) {
-  const float threshold = float_of(plan.choice->digits);
+__global__ void __launch_bounds__(kThreads) mark_cells(Span<const float> table, Marks marks) {
+  const float threshold = float_of(*marks.threshold);
   // A warp has two tiles. Its lanes stand for bits, the first one for the last cell.
   const int64_t cell = (int64_t{blockIdx.x} * kThreads + threadIdx.x) ^ (kWarp - 1);
   const float x = cell < table.size ? table.data[cell] : 0.0f;
   const uint32_t above = __ballot_sync(kWholeWarp, x >= threshold), below = __ballot_sync(kWholeWarp, x <= -threshold);
   const uint32_t odd = __ballot_sync(kWholeWarp, x != x);
-  if (threadIdx.x % kWarp == 0 && odd != 0) atomicAdd(plan.counters + 2, 1u);
+  if (threadIdx.x % kWarp == 0 && odd != 0) atomicOr(marks.odd, 1u);
   if (threadIdx.x % kSketchTile != 0 || cell >= table.size) return;
-  words[cell / kSketchTile] = threadIdx.x % kWarp == 0 ? above << 16 | (below & 0xffffu) : (above & 0xffff0000u) | below >> 16;
+  marks.cells[cell / kSketchTile] =
+      threadIdx.x % kWarp == 0 ? above << 16 | (below & 0xffffu) : (above & 0xffff0000u) | below >> 16;
 }
 
 // Move the bits of both halves of a word: bit i to bit i ^ flip.
@@ -203,33 +224,12 @@ __device__ __forceinline__ uint32_t reaching(const SketchHash& hash, const uint3
 }
 
 template <int kRows>
-__global__ void __launch_bounds__(kThreads) mark_reaching(const __grid_constant__ SketchHash hash, SketchPart part,
-                                                          const uint32_t* cells, uint32_t n, uint32_t k, Plan plan) {
-  const uint32_t own = (blockIdx.x * kThreads + threadIdx.x) * 32;
-  uint32_t word = own < n ? reaching<kRows>(hash, cells, part.entry(own) / kSketchTile) : 0;
-  if (own < n && n - own < 32) word &= (1u << (n - own)) - 1;
-  uint32_t found;
-  if (!note_marks(plan, word, &found)) return;
-  if (threadIdx.x != 0) return;
-  const bool listed = k <= found && found <= plan.longest_list && plan.counters[2] == 0;
-  *plan.choice = {0, k, listed ? found : n, listed ? 1u : 0u, 0};
-}
-
-template <int kRows>
-__global__ void __launch_bounds__(kThreads) list_reaching(const __grid_constant__ EstimateReader<kRows> reader, Plan plan) {
-  alignas(16) __shared__ uint32_t counts[kPlaces<kFirstDigits>];
-  __shared__ Digit picked;
-  const uint32_t blocks = plan.choice->listed != 0 ? gridDim.x : blocks_with_work(plan);
-  if (blockIdx.x >= blocks) return;
-  const Choice choice = *plan.choice;
-  clear_digits<kThreads, kFirstDigits>(counts);
-  if (choice.listed != 0) {
-    list_tile(reader, plan.bits[blockIdx.x * kThreads + threadIdx.x], plan,
-              [&](float x) { count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift); });
-  } else {
-    count_all<kFirstDigits>(reader, Magnitude{}, choice, kFirstShift, blocks, counts);
-  }
-  pick_next<kFirstDigits>(counts, plan.first_counts, plan.tickets + 0, blocks, choice, kFirstShift, plan, &picked);
+__global__ void __launch_bounds__(kThreads)
+    mark_reaching(const __grid_constant__ SketchHash hash, SketchPart part, uint32_t n, Marks marks) {
+  const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, own = thread * 32;
+  if (own >= n) return;
+  const uint32_t word = reaching<kRows>(hash, marks.cells, part.entry(own) / kSketchTile);
+  marks.bits[thread] = n - own < 32 ? word & ((1u << (n - own)) - 1) : word;
 }
 
 // Writes the chosen entries down, and moves nothing.
@@ -245,37 +245,64 @@ struct NotingHand {
 };
 
 template <int kRows>
-void find(Span<const float> table, const SketchHash& hash, SketchPart part, const NotingHand& hand, int64_t n, int64_t k,
-          const Plan& plan, uint32_t* cells, Queue queue) {
-  using Reader = EstimateReader<kRows>;
-  const Reader reader = {hash, table.data, part};
-  const Sample sample(n, k, plan.longest_list);
-  const unsigned tiles = blocks_for(n, kTile), blocks = blocks_for(sample.tiles * kSketchTile + 1, 16 * kThreads, kMostBlocks);
-  const auto count_second = count_digits<Reader, Magnitude>;
+__global__ void __launch_bounds__(kSelecting)
+    select_reaching(const __grid_constant__ EstimateReader<kRows> reader, NotingHand hand, uint32_t n, uint32_t k,
+                    const __grid_constant__ Plan plan, Marks marks) {
+  const Counted own = shared_digits();
+  Meeting meeting = {marks.tickets + 1};
+  plan.clear();
+  meeting.wait();
+  for_each_own_tile(plan, [&](uint32_t tile) {
+    const uint32_t first = tile * kSelectTile + threadIdx.x % kWarp * 32;
+    uint32_t bits = threadIdx.x % kWarp * 32 < kSelectTile && first < n ? marks.bits[first / 32] : 0;
+    const uint32_t count = __popc(bits), inclusive = warp_inclusive_sum(count);
+    uint32_t place = begin_in_list(plan, tile, __shfl_sync(kWholeWarp, inclusive, kWarp - 1)) + inclusive - count;
+    for (; bits != 0; bits &= bits - 1) {
+      const uint32_t index = first + __ffs(static_cast<int>(bits)) - 1;
+      if (place < plan.longest_list) put_in_list(plan, place, index, reader.at(index));
+      ++place;
+    }
+  });
+  meeting.wait();
+  const uint32_t found = __ldcg(plan.found);
+  const bool listed = k <= found && found <= plan.longest_list && *marks.odd == 0;
+  choose_and_take(Sources<EstimateReader<kRows>, Magnitude>{reader, Magnitude{}, plan, n, listed}, hand, Choice{0, k, 0}, own,
+                  meeting);
+  meeting.end();
+}
 
-  plan.clear(queue);
-  LAUNCH(sample_digits<kRows>, blocks, kThreads, 0, queue, reader, sample, plan);
-  LAUNCH(mark_cells, blocks_for(table.size, kThreads), kThreads, 0, queue, table, cells, plan);
-  LAUNCH(mark_reaching<kRows>, tiles, kThreads, 0, queue, hash, part, cells, static_cast<uint32_t>(n), static_cast<uint32_t>(k),
-         plan);
-  LAUNCH(list_reaching<kRows>, tiles, kThreads, 0, queue, reader, plan);
-  LAUNCH(count_second, source_blocks(n), kThreads, 0, queue, reader, Magnitude{}, plan);
-  choose_and_take(reader, hand, n, Magnitude{}, plan, queue);
+template <int kRows>
+void find(Span<const float> table, const SketchHash& hash, SketchPart part, const NotingHand& hand, int64_t n, int64_t k,
+          const Plan& plan, const Marks& marks, Queue queue) {
+  const EstimateReader<kRows> reader = {hash, table.data, part};
+  const Sample sample(n, k, plan.longest_list);
+  const auto entries = static_cast<uint32_t>(n);
+  const unsigned blocks = blocks_for(sample.tiles * kSketchTile + 1, 16 * kThreads, kMostBlocks);
+
+  CUDA_TRY(cudaMemsetAsync(marks.counts, 0, Marks::kZeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
+  LAUNCH(sample_digits<kRows>, blocks, kThreads, 0, queue, reader, sample, marks);
+  LAUNCH(mark_cells, blocks_for(table.size, kThreads), kThreads, 0, queue, table, marks);
+  LAUNCH(mark_reaching<kRows>, blocks_for(n, 32 * kThreads), kThreads, 0, queue, hash, part, entries, marks);
+  LAUNCH_TOGETHER(select_reaching<kRows>, plan.blocks(), kSelecting, queue, reader, hand, entries, static_cast<uint32_t>(k),
+                  plan, marks);
 }
 
 }  // namespace
 
-// A plan, and behind it a word for sixteen cells.
-int64_t heaviest_scratch(int64_t n, int64_t search_size) { return Plan(n, search_size, true, nullptr).words + 4 * search_size; }
+// A plan, and the marks behind it.
+int64_t heaviest_scratch(int64_t n, int64_t search_size) {
+  return Plan(n, search_size, nullptr).words + Marks::words(n, search_size);
+}
 
 void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
               Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {
   const SketchHash hash(table.size / rows, seed);
   const SketchPart own = {part, parts};
   const NotingHand hand = {estimates.data, indices.data, own};
-  const Plan plan(own.size(n), search_size(indices.size, table.size), true, scratch.data);
+  const Plan plan(own.size(n), search_size(indices.size, table.size), scratch.data);
+  const Marks marks(scratch.data + plan.words, own.size(n));
   const auto by = rows == 3 ? find<3> : rows == 5 ? find<5> : rows == 7 ? find<7> : find<9>;
-  by(table, hash, own, hand, own.size(n), indices.size, plan, scratch.data + plan.words, queue);
+  by(table, hash, own, hand, own.size(n), indices.size, plan, marks, queue);
 }
 
 }  // namespace gradcomp::cuda

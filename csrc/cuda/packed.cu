@@ -10,6 +10,7 @@
 #include "../math_payload.h"
 #include "../ops.h"
 #include "block.cuh"
+#include "device_pack.cuh"
 #include "launch.cuh"
 #include "thread_add.cuh"
 
@@ -20,77 +21,17 @@ constexpr unsigned kThreads = 512;
 // The bits of the row of high parts that a thread reads at once.
 constexpr unsigned kBits = 8;
 
-// Find the largest x of all threads.
-__device__ __forceinline__ uint32_t block_max(uint32_t x) {
-  __shared__ uint32_t largest;
-  if (threadIdx.x == 0) largest = 0;
-  for (unsigned step = 1; step < kWarp; step *= 2) x = max(x, __shfl_xor_sync(kWholeWarp, x, step));
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) atomicMax(&largest, x);
-  __syncthreads();
-  return largest;
+__device__ __forceinline__ uint32_t count_in(const int32_t* header, const Packing& to) {
+  return static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], to.values.size));
 }
 
-// Write the blocks' words, and put the rounding errors back.
-__global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header,
-                                                        const Packed form, float* residual, uint32_t* blocks) {
-  const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
-  const auto part_begin = [&](uint32_t low, uint32_t b) {
-    return first_not(low, there, [&](uint32_t i) {
-      return form.is_inside(indices[i]) && static_cast<uint32_t>(indices[i]) >> kBlockBits < b;
-    });
-  };
-  const uint32_t begin = part_begin(0, blockIdx.x), end = part_begin(begin, blockIdx.x + 1);
-  uint32_t largest = 0;
-  for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) largest = max(largest, magnitude_key(values.data[i]));
-  largest = block_max(largest);
-  const uint32_t word = begin == end ? 0 : block_word(end - begin, largest);
-  if (threadIdx.x == 0) blocks[blockIdx.x] = word;
-  if (residual == nullptr) return;
-  const int exponent = read_block_word(word).exponent;
-  for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float x = values.data[i];
-    if (form.is_inside(indices[i])) residual[indices[i]] += x - coded_value(value_code(x, exponent), exponent);
-  }
+__global__ void __launch_bounds__(kThreads) pack_blocks(const __grid_constant__ Packing to, const int32_t* header) {
+  pack_block<kThreads>(to, count_in(header, to), blockIdx.x);
 }
 
-// Write a word of the row of high parts, or of the row of codes, from the entries whose bits are in it. Each bit i + high lies
-// beyond the one before, so every thread halves its way to the first.
-__global__ void __launch_bounds__(kThreads) pack_words(Span<const float> values, const int32_t* indices, const int32_t* header,
-                                                       const Packed form, const uint32_t* blocks, Span<uint32_t> entries) {
+__global__ void __launch_bounds__(kThreads) pack_words(const __grid_constant__ Packing to, const int32_t* header) {
   const int64_t w = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (w >= entries.size) return;
-  const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
-  const int64_t high_words = form.high_words();
-  uint32_t word = 0;
-  if (w < high_words) {
-    const auto bit = [&](uint32_t i) { return (static_cast<uint32_t>(indices[i]) >> form.low) + int64_t{i}; };
-    const int64_t first = 32 * w;
-    uint32_t from = 0;
-    for (uint32_t end = there; from < end;) {
-      const uint32_t middle = from + (end - from) / 2;
-      if (bit(middle) < first) {
-        from = middle + 1;
-      } else {
-        end = middle;
-      }
-    }
-    for (uint32_t i = from; i < there; ++i) {
-      const int64_t at = bit(i) - first;
-      if (at >= 32 || !form.is_inside(indices[i])) break;
-      word |= 1u << at;
-    }
-  } else {
-    const int64_t first = 32 * (w - high_words);
-    const int width = form.width();
-    for (int64_t i = first / width; i < there && i * width < first + 32 && form.is_inside(indices[i]); ++i) {
-      const auto index = static_cast<uint32_t>(indices[i]);
-      const uint32_t code = form.code(values.data[i], index, read_block_word(blocks[index >> kBlockBits]).exponent);
-      const int64_t shift = i * width - first;
-      word |= shift < 0 ? code >> -shift : code << shift;
-    }
-  }
-  entries.data[w] = word;
+  if (w < to.entries.size) pack_word(to, count_in(header, to), w);
 }
 
 // The number of a payload's entries up to the end of this block's, if all words up to its own are sound.
@@ -234,21 +175,13 @@ __global__ void __launch_bounds__(kThreads)
   if (share != 0) add_block(blockIdx.x, residual, {}, blocks, entries, form, header[0], offset_in(blocks), share);
 }
 
-void launch_add(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
-                const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
-                const Repair& own, Queue queue) {
-  LAUNCH(add_packed_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
-         Packed(target.size, capacity), scale, own);
-}
-
 }  // namespace
 
 void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<const int32_t> indices,
                  Span<const int32_t> header, int64_t n, Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
-  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data,
-         Packed(n, values.size), residual.data, blocks.data);
-  LAUNCH(pack_words, blocks_for(entries.size, kThreads), kThreads, 0, queue, values, indices.data, header.data,
-         Packed(n, values.size), blocks.data, entries);
+  const Packing to = {Packed(n, values.size), values, indices.data, residual.data, blocks, entries};
+  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, to, header.data);
+  LAUNCH(pack_words, blocks_for(entries.size, kThreads), kThreads, 0, queue, to, header.data);
 }
 
 void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> header, int64_t n, Span<const uint32_t> blocks,
@@ -257,26 +190,27 @@ void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> head
          entries.data, header.data, values.data, indices.data);
 }
 
+void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                    const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
+                    Span<float> residual, const OwnPacked& own, float keep, float* first, uint32_t* ticket, Queue queue) {
+  const Repair repair = {
+      keep == 0 ? residual : Span<float>{}, own.blocks.data, own.entries.data, own.header.data, first, ticket};
+  LAUNCH(add_packed_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
+         Packed(target.size, capacity), scale, repair);
+  if (keep == 0) return;
+  settle_packed(residual, own.blocks, own.entries, own.header, {target.data, target.size}, capacity, keep, queue);
+}
+
 void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
                 Queue queue) {
-  launch_add(target, marks, blocks, entries, headers, capacity, scale, {}, queue);
+  add_and_settle(target, marks, blocks, entries, headers, capacity, scale, {}, {}, 0, nullptr, nullptr, queue);
 }
 
 void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, int64_t capacity, float keep, Queue queue) {
   LAUNCH(settle_packed_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data,
          entries.data, header.data, update.data, Packed(residual.size, capacity), keep);
-}
-
-void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
-                    const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
-                    Span<float> residual, const OwnPacked& own, float keep, float* first, uint32_t* ticket, Queue queue) {
-  const Repair repair = {
-      keep == 0 ? residual : Span<float>{}, own.blocks.data, own.entries.data, own.header.data, first, ticket};
-  launch_add(target, marks, blocks, entries, headers, capacity, scale, repair, queue);
-  if (keep == 0) return;
-  settle_packed(residual, own.blocks, own.entries, own.header, {target.data, target.size}, capacity, keep, queue);
 }
 
 }  // namespace gradcomp::cuda

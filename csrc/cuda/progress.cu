@@ -239,7 +239,7 @@ __device__ __forceinline__ void deliver_run(const Delivery& how, bool failed, co
   move.deliver(how, failed, weights, piece, entry, count);
 }
 
-__global__ void __launch_bounds__(kThreads) deliver_tiles(const __grid_constant__ Pieces weights, Delivery how) {
+__global__ void __launch_bounds__(kThreads, 4) deliver_tiles(const __grid_constant__ Pieces weights, Delivery how) {
   const bool failed = !is_finite(how.first[0]);
   const bool aligned = cuda::is_aligned(how.update) && cuda::is_aligned(how.rest) && cuda::is_aligned(how.residual);
   const int piece = aligned ? only_piece(weights) : -1;

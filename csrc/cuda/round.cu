@@ -317,15 +317,6 @@ Kernel* for_levels(int64_t count, Kernel* two, Kernel* three, Kernel* five, Kern
   (staged) ? for_levels(count, kernel<2, false>, kernel<3, true>, kernel<5, true>, kernel<9, true>) \
            : for_levels(count, kernel<2, false>, kernel<3, false>, kernel<5, false>, kernel<9, false>)
 
-void launch_add(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
-                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, const Repair& own,
-                Queue queue) {
-  const Layout layout({target.size, group}, count);
-  const auto add_words_of = FOR_LEVELS(add_words, count, layout.staged());
-  LAUNCH(add_words_of, layout.launched_blocks(), layout.launched_threads(), layout.shared(), queue, target.data, levels, words,
-         headers, layout, scale, own);
-}
-
 }  // namespace
 
 void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<const float> cuts, int64_t group, int64_t count,
@@ -336,16 +327,19 @@ void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<co
          levels.data, cuts.data, layout, seed_of(key), words.data);
 }
 
-void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
-                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Queue queue) {
-  launch_add(target, levels, words, headers, group, count, scale, {}, queue);
-}
-
 void add_and_settle(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
                     const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Span<float> residual,
                     const OwnLevels& own, uint32_t* ticket, Queue queue) {
+  const Layout layout({target.size, group}, count);
   const Repair repair = {residual.data, Spans(own.levels), Spans(own.words), ticket};
-  launch_add(target, levels, words, headers, group, count, scale, repair, queue);
+  const auto add_words_of = FOR_LEVELS(add_words, count, layout.staged());
+  LAUNCH(add_words_of, layout.launched_blocks(), layout.launched_threads(), layout.shared(), queue, target.data, levels, words,
+         headers, layout, scale, repair);
+}
+
+void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Queue queue) {
+  add_and_settle(target, levels, words, headers, group, count, scale, {}, {}, nullptr, queue);
 }
 
 void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,

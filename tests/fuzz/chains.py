@@ -72,7 +72,7 @@ def check_packed(values: dict[str, Any], copies: dict[str, Any], space: int, tak
     n = len(values["residual"])
     header, *parts = arrays_of(copies["payload"], packed_form(n, space))
     extension.native.pack_sparse(copies["residual"], *taken, header, n, *parts)
-    check_written(values, copies, "payload", "residual", "ages")
+    check_written(values, copies, "payload", "residual", "ages", "counters")
 
 
 @maker
@@ -82,6 +82,7 @@ def take_topk_and_pack(draw: Draw) -> Made:
     k = packed.space_of(draw, n)
     words = extension.native.take_topk_and_pack_scratch(False, n, k) + draw.choice((0, 0, 1, 1000))
     values |= {"k": k, "payload": empty(draw, packed_form(n, k)), "scratch": draw.garbage(words, "uint32")}
+    values |= {"counters": counters(draw)}
 
     def check() -> None:
         copies, taken = copy(values), (np.zeros(k, f32), np.zeros(k, np.int32))
@@ -104,6 +105,7 @@ def take_above_and_pack(draw: Draw) -> Made:
     values |= {"moments": draw.lend(np.abs(moments)), "ends": ends, "lam": draw.lend(draw.floats(2)), "pooled": pooled}
     values |= {"target": draw.choice((0, 1, 1000, 2**63 - 1)), "thresholds": draw.garbage(len(ends), "float32")}
     values |= {"capacity": space, "payload": empty(draw, packed_form(n, space)), "scratch": draw.garbage(words, "uint32")}
+    values |= {"counters": counters(draw)}
 
     def check() -> None:
         copies, taken = copy(values), (np.zeros(space, f32), np.zeros(space, np.int32))

@@ -86,27 +86,23 @@ KERNEL_FAULTS: Table = {
     },
     "csrc/cuda": {
         ("test_definitions.py",): {
+            "the next launch's barrier begins with what this one's has left": ("atomicExch(ticket, 0u);", ";"),
+            "what a failed exchange has sent is lost on a GPU": ("!is_finite(first)) put_back(own, form);", "false) {}"),
+            "an update that a GPU delivers is not wiped": ("if (how.wipes && marked) store", "if (false) store"),
             "a failed step is marked in the bucket's first layer alone, on a GPU": (
                 "if (failed && entry == grads.begin[piece])",
                 "if (failed && entry == 0)",
             ),
         },
         ("test_take.py",): {
-            "peaks that are too large are trusted: what is counted below their bound is not all that there is": (
-                "if (picked.digit < bound || picked.reach > plan.longest_list) {",
-                "if (picked.reach > plan.longest_list) {",
-            ),
-            "a list found by peaks is longer than its room": (
-                "if (picked.digit < bound || picked.reach > plan.longest_list) {",
-                "if (picked.digit < bound) {",
-            ),
-            "lines below the bound keep the peaks that an earlier take has left": (
-                "if (first + lane < lines && !reaches) plan.peaks[first + lane] = 0;",
+            "peaks that are too small are trusted: fewer than k entries are taken": (
+                "listed = __ldcg(plan.found) == reach;",
                 "",
             ),
+            "a list is longer than its room": ("bool listed = reach <= plan.longest_list;", "bool listed = true;"),
             "tie broken the other way on a GPU: equals beyond the quota are taken": (
-                "is_equal && equal < quota",
-                "is_equal && equal <= quota",
+                "is_equal && its_equal < quota",
+                "is_equal && its_equal <= quota",
             ),
         },
         ("test_definitions.py", "test_gradients.py", "test_take.py"): {

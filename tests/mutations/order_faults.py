@@ -17,6 +17,8 @@ TESTS = {
     "block_moments.cuh": ("test_above.py", "test_gradients.py"),
     "block_peaks.cuh": ("test_above.py", "test_progress.py"),
     "block_records.cuh": ("test_above.py", "test_gradients.py"),
+    "above.cu": ("test_above.py",),
+    "device_pack.cuh": ("test_packed.py", "test_take.py", "test_above.py"),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "device_select.cuh": ("test_take.py", "test_above.py"),
     "collect.cu": ("test_gradients.py", "test_above.py"),
@@ -26,7 +28,6 @@ TESTS = {
     "progress.cu": ("test_progress.py",),
     "round.cu": ("test_levels.py",),
     "sketch.cu": ("test_sketch.py",),
-    "threshold.cu": ("test_above.py",),
 }
 ALL = "test_definitions.py"
 # Faults that no test finds, and why that is right.

@@ -53,6 +53,8 @@ struct Shape {
   size_t arguments;  // the bytes that hold the kernel's arguments
 };
 void run(const Shape& shape, void (*body)(void*), void* argument);
+// Blocks that are resident together, at most, and may wait for one another.
+unsigned most_together();
 
 // Run kernel<<<blocks, threads, shared, stream>>>(args...) to its end. cudaGetLastError reports a launch that no device would
 // take.

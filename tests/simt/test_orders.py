@@ -73,6 +73,23 @@ def test_each_step_of_a_ticket_is_needed(simt: Any, kernel: str, missing: int) -
         getattr(simt, kernel)(*arrays, missing)
 
 
+@pytest.mark.parametrize("missing", range(len(STEPS)), ids=STEPS)
+def test_each_step_of_a_barrier_of_all_blocks_is_needed(simt: Any, missing: int) -> None:
+    arrays = words(64 * 3), words(1), words(64 * 3)
+    if missing == 0:
+        simt.all_meet(*arrays, missing)
+        assert np.all(arrays[2] == 1)
+        return
+    stale = "without __ldcg, the first-level cache" if missing == 5 else "no fence, ticket and fence"
+    with pytest.raises(RuntimeError, match=rf"all_meet: block \d+: thread .* global memory .*{stale}"):
+        simt.all_meet(*arrays, missing)
+
+
+def test_a_wait_for_a_block_that_is_not_resident_is_named(simt: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"all_meet: .* looks for a change that never comes"):
+        simt.all_meet(words(64 * 6), words(1), words(64 * 6), 0)
+
+
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [

@@ -87,8 +87,9 @@ def take_topk_and_pack(
 ) -> None:
     """Do what take_topk() and pack_sparse() do: payload <- header, blocks and entries, in bytes. The rounding error stays."""
     words = scratch_words(extension.native, "take_topk_and_pack", residual.is_cuda, residual.numel(), k)
-    scratch = (memory or Memory()).scratch("take", words, residual)
-    extension.native.take_topk_and_pack(residual, ages, flag, peaks, k, payload, scratch, **queue(residual))
+    memory = memory or Memory()
+    arrays = payload, memory.scratch("take", words, residual), memory.counters(residual)
+    extension.native.take_topk_and_pack(residual, ages, flag, peaks, k, *arrays, **queue(residual))
 
 
 def take_above_and_pack(
@@ -103,10 +104,11 @@ def take_above_and_pack(
 ) -> None:
     """Do what set_thresholds(), take_above(), steer() and pack_sparse() do. payload: see take_topk_and_pack()."""
     words = scratch_words(extension.native, "take_above_and_pack", residual.is_cuda, residual.numel(), capacity)
-    scratch = (memory or Memory()).scratch("take", words, residual)
+    memory = memory or Memory()
+    arrays = payload, memory.scratch("take", words, residual), memory.counters(residual)
     moments, ends, lam, thresholds, pooled, target = bar
     rule = (moments, ends, lam, pooled, target or 0, thresholds)
-    extension.native.take_above_and_pack(residual, ages, flag, peaks, *rule, capacity, payload, scratch, **queue(residual))
+    extension.native.take_above_and_pack(residual, ages, flag, peaks, *rule, capacity, *arrays, **queue(residual))
 
 
 def set_thresholds(moments: Array, ends: Array, lam: Array, thresholds: Array, *, pooled: bool = False) -> None:

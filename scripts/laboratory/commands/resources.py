@@ -56,6 +56,7 @@ EXCEPTIONS = {
         Budget(96, 128, 96),
         "its looks are calls, which hand over the group; all rules but ORQ's index their levels",
     ),
+    r"^select_": (Budget(64, 64, 224), "1,024 threads a block, and in one kernel the passes of several"),
     r"^(round|add|settle)_words<., false>": (Budget(80), "ten entries and their addresses; 768 threads have 30 KB in flight"),
 }
 

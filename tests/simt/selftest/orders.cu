@@ -110,6 +110,22 @@ __global__ void by_one_fence(uint32_t* parts, uint32_t* ticket, uint32_t* out, i
   out[threadIdx.x] = missing == kSecondLevel ? parts[next] : __ldcg(parts + next);
 }
 
+// All blocks meet, and each reads what another wrote. They wait for ever if some are not resident.
+__global__ void all_meet(uint32_t* parts, uint32_t* ticket, uint32_t* out, int missing) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  parts[i] = 1;
+  if (missing != kFirstBarrier) __syncthreads();
+  if (threadIdx.x == 0) {
+    if (missing != kFirstFence) __threadfence();
+    atomicAdd(ticket, 1u);
+    while (atomicAdd(ticket, 0u) < gridDim.x) continue;
+    if (missing != kSecondFence) __threadfence();
+  }
+  if (missing != kSecondBarrier) __syncthreads();
+  const unsigned next = (i + blockDim.x) % (gridDim.x * blockDim.x);
+  out[i] = missing == kSecondLevel ? parts[next] : __ldcg(parts + next);
+}
+
 // One thread forgets its fence.
 __global__ void one_unfenced(uint32_t* parts, uint32_t* ticket, uint32_t* out, bool wrong) {
   parts[blockIdx.x * blockDim.x + threadIdx.x] = 1;
@@ -164,6 +180,8 @@ void define_orders(py::module_& m) {
   DEFINE(by_ticket, (U32 parts, U32 ticket, U32 out, int missing), blocks_of(parts, 64), 64, 0, queue, parts.mutable_data(),
          ticket.mutable_data(), out.mutable_data(), missing);
   DEFINE(by_one_fence, (U32 parts, U32 ticket, U32 out, int missing), blocks_of(parts, 64), 64, 0, queue, parts.mutable_data(),
+         ticket.mutable_data(), out.mutable_data(), missing);
+  DEFINE(all_meet, (U32 parts, U32 ticket, U32 out, int missing), blocks_of(parts, 64), 64, 0, queue, parts.mutable_data(),
          ticket.mutable_data(), out.mutable_data(), missing);
   DEFINE(one_unfenced, (U32 parts, U32 ticket, U32 out, bool wrong), blocks_of(parts, 64), 64, 0, queue, parts.mutable_data(),
          ticket.mutable_data(), out.mutable_data(), wrong);
