@@ -269,7 +269,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (unsigned block = blockIdx.x; block < gridDim.x;) {
     add_to_block<kAtOnce>(block, sent == nullptr ? target : residual, payloads, sent, form, sent == nullptr ? scale : 1.0f,
                           rows);
-    __syncthreads();  // the next one writes shared memory
     ++block;
     if (sent != nullptr) continue;
     if (residual == nullptr || !is_last_block(ticket, gridDim.x) || is_finite(__ldcg(target))) return;

@@ -275,3 +275,14 @@ def test_many_ranks_levels_are_added_one_after_the_other(device: torch.device, r
     headers[ranks - 1][1] = 1
     kernels.add_levels(together, *lists, headers, group, count)
     assert together[0].isnan() and together[1:].isfinite().all()
+
+
+def test_a_failed_exchange_returns_all_blocks_of_a_gpu(device: torch.device) -> None:
+    """One block of threads puts them back, and the last of them is shorter."""
+    n, group, before = 8192 + 41, 2048, torch.randn(8192 + 41, device=device)
+    residual, own = before.clone(), torch.zeros(8 + 4 * 3 * 5 + 4 + 8 * kernels.words(n, group, 3), dtype=torch.uint8)
+    own = own.to(device)
+    kernels.find_and_take_levels(residual, "optimal", group, 3, 7, own, flag=torch.ones(1, dtype=torch.int32, device=device))
+    update = torch.zeros(n, device=device)
+    kernels.add_and_settle_levels(update, [own], group, 3, 1.0, residual, own)
+    assert update[0].isnan() and torch.allclose(residual, before, atol=1e-6)

@@ -211,3 +211,14 @@ def test_added_entries_are_those_of_index_add_also_without_any(device: torch.dev
     wanted = target.clone().index_add_(0, at, values)
     add_entries(target, at, values)
     assert torch.equal(target, wanted)
+
+
+def test_a_block_of_threads_packs_several_blocks_of_entries(device: torch.device) -> None:
+    n, k = 4 * kernels.BLOCK + 5, 3000
+    before, blocks = gradients.draw("normal", n, seed=3).to(device), -(-n // kernels.BLOCK)
+    residual, at = before.clone(), 8 + -(-4 * blocks // 8) * 8
+    own = torch.zeros(at + -(-4 * kernels.packed_words(n, k) // 8) * 8, dtype=torch.uint8, device=device)
+    kernels.take_topk_and_pack(residual, k, own)
+    sums = torch.zeros(n, device=device)
+    kernels.add_and_settle_packed(sums, [own], k, 1.0, None, residual, own)
+    assert sums.count_nonzero() == k and torch.equal(sums + residual, before)
