@@ -258,9 +258,8 @@ void read_block(const Pieces& to, const Blocks& form, int64_t block, const uint3
   }
   float x[Blocks::kEntries] = {};
   if (!add_block(x, form, entries, words, 1) || flagged) x[0] = not_a_number();
-  blocks(to, begin, begin + entries, [&](int its, int64_t offset, int64_t at, int64_t count) {
-    write(x + at - begin, to, its, offset, count, 1);
-  });
+  blocks(to, begin, begin + entries,
+         [&](int its, int64_t offset, int64_t at, int64_t count) { write(x + at - begin, to, its, offset, count, 1); });
 }
 
 // Call work(block) for every block, on some threads.
@@ -309,9 +308,7 @@ void read_blocks(Span<const uint8_t> payload, int64_t bits, const Pieces& to, Qu
   const Blocks form{to.size(), bits};
   const bool flagged = reinterpret_cast<const int32_t*>(payload.data)[1] != 0;
   const auto* const words = reinterpret_cast<const uint32_t*>(payload.data + kHeaderBytes);
-  for_blocks(form.n, queue.threads, [&](int64_t block) {
-    read_block(to, form, block, words + form.at(block), flagged);
-  });
+  for_blocks(form.n, queue.threads, [&](int64_t block) { read_block(to, form, block, words + form.at(block), flagged); });
 }
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {
