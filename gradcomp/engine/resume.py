@@ -67,8 +67,7 @@ class Resume:
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     session.failed(error)
                 raise
-        was_hidden = old.on_updates and (old.given_momentum is None or old.given_momentum.hides)
-        session.updates.optimizers.note_change(to_updates=new.on_updates and not was_hidden)
+        session.updates.optimizers.note_change()
         session.install(new, compressor)
 
     def residual(self) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from gradcomp.engine.phases import Door, Phases
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.resume import Resume
 from gradcomp.engine.slots import Slot, Slots
-from gradcomp.engine.updates.hidden_momentum import end_spent
 from gradcomp.engine.updates.step_exchange import StepExchange
 from gradcomp.engine.updates.steps import ignore, listen
 from gradcomp.engine.updates.to_gradients import average_states
@@ -66,8 +65,6 @@ class Session:
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
         self.attend()
-        if not reducer.on_updates:
-            end_spent(self.slots.parameters.values())
 
     def attend(self) -> None:
         """Listen to the steps of optimizers where updates are or were exchanged, or auto may choose that; otherwise to none."""
@@ -78,7 +75,7 @@ class Session:
         """Discard the step under way, and continue with a reducer that load() has filled. Steps are allowed again."""
         self.recover()
         self.install(reducer, compressor)
-        self.updates.optimizers.note_change(to_updates=False)
+        self.updates.optimizers.note_change(is_loaded=True)
         load()
 
     @property

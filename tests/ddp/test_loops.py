@@ -31,7 +31,11 @@ from loops import (
     without_gradients,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+import gradcomp
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -266,6 +270,61 @@ def test_a_training_goes_back_to_a_state_of_torch_alone(kind: Any, spec: str, st
         return run.on(range(4, 12))
 
     same(training, spec)
+
+
+def change_first(run: Run) -> None:
+    run.handle.change(run.handle._session.spec)
+
+
+def wrap_anew(run: Run) -> None:
+    spec = run.handle._session.spec
+    run.whole = run.handle = None
+    run.whole = DistributedDataParallel(run.model)
+    run.handle = gradcomp.ddp.attach(run.whole, spec)
+
+
+def resume(run: Run) -> None:
+    """Begin again with the state of this moment: the moments are in the optimizer's part of it."""
+    state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.handle.state_dict()))
+    run.on(range(3))
+    run.model.load_state_dict(state[0])
+    run.optimizer.load_state_dict(state[1])
+    run.handle.load_state_dict(state[2])
+
+
+def nothing(run: Run) -> None:
+    pass
+
+
+@kinds
+@pytest.mark.parametrize("before", [nothing, change_first, wrap_anew])
+@pytest.mark.parametrize("after", [nothing, change_first, wrap_anew, resume])
+def test_moments_of_torch_alone_wait_for_the_next_step(kind: Any, spec: str, before: Any, after: Any) -> None:
+    """Where a program changes the spec, wraps the model anew or resumes around the load, they are delivered, once."""
+
+    def training(spec: str | None) -> Run:
+        first = Run(kind, None).on(range(4))
+        run = Run(kind, spec).on(range(3))
+        if spec:
+            before(run)
+        run.model.load_state_dict(first.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        if spec:
+            after(run)
+        return run.on(range(4, 12))
+
+    same(training, spec)
+
+
+@kinds
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_state_for_torchs_checkpoint_has_all_that_a_new_optimizer_looks_for(kind: Any, spec: str, changes: bool) -> None:
+    """Gradients are there, so that torch makes no state before it saves, and the momentum was hidden."""
+    ours, theirs = (Run(kind, each).on(range(3)) for each in (spec, None))
+    if changes:
+        change_first(ours)
+    own, wanted = (get_optimizer_state_dict(each.model, each.optimizer)["state"] for each in (ours, theirs))
+    assert {name: each.keys() for name, each in own.items()} == {name: each.keys() for name, each in wanted.items()}
 
 
 @kinds

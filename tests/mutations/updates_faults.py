@@ -119,7 +119,7 @@ UPDATES_FAULTS: Table = {
                 "",
             ),
             "the moments of gradients in between are lost in the next change to updates": (
-                "        self._end_spent(optimizer)\n\n    def show_in",
+                "        self._mark(optimizer, False)\n\n    def show_in",
                 "\n    def show_in",
             ),
             "a change before a step leaves every rank its own gradients": (

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.engine.slots import local
 
@@ -72,9 +71,9 @@ def class_of(optimizer: torch.optim.Optimizer) -> type:
 # sessions may exchange the layers of one optimizer.
 _hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, str], tuple[Group, Any, Any]]]
 _hidden = weakref.WeakKeyDictionary()
-# Parameters whose first moments hold what a step with a hidden momentum has left. A program may hand them to another optimizer,
-# or wrap the model anew.
-_spent = WeakIdKeyDictionary()
+# The mark of a first moment that holds what a step with a hidden momentum has left. It goes along where a program copies the
+# moment, hands it to another optimizer, or wraps the model anew. A state's moments are others, and have none.
+_SPENT = "_gradcomp_spent"
 
 
 class HiddenMomentum:
@@ -103,6 +102,7 @@ class HiddenMomentum:
         self.rule = rule if self._groups else None
         self.normalizes = self.rule is not None and self.divides
         self._has_hidden = False
+        self._marked = 0  # states when moments were last marked
         self._last: dict[int, tuple[Group, Group]] = {}  # the values hidden last, by group, and those in their place
 
     def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
@@ -110,9 +110,13 @@ class HiddenMomentum:
         trained = [id(each) for each in group["params"] if each.requires_grad]
         return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
 
-    def _parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-        """List the parameters of the groups whose momentum is hidden."""
-        return (each for group in optimizer.param_groups if id(group) in self._groups for each in group["params"])
+    def _mark(self, optimizer: torch.optim.Optimizer, spent: bool) -> None:
+        """Mark the first moments whose momentum is hidden, or unmark them."""
+        assert self.rule is not None
+        self._marked = len(optimizer.state) if spent else 0
+        for parameter in (each for group in optimizer.param_groups if id(group) in self._groups for each in group["params"]):
+            if isinstance(moment := optimizer.state.get(parameter, {}).get(self.rule.buffer), Tensor):
+                setattr(moment, _SPENT, spent)
 
     def of(self, group: Group) -> Momentum:
         """Return the momentum of a group that the residual stands for."""
@@ -126,9 +130,7 @@ class HiddenMomentum:
         optimizer = self._optimizer()
         if self.rule is None or optimizer is None:
             return
-        if not self._has_hidden:
-            self._has_hidden = True
-            _spent.update(dict.fromkeys(self._parameters(optimizer), True))
+        self._has_hidden, self._marked = True, min(self._marked, len(optimizer.state))
         if (hidden := _hidden.get(optimizer)) is None:
             hidden = _hidden[optimizer] = {}
         for group in optimizer.param_groups:
@@ -176,17 +178,14 @@ class HiddenMomentum:
                 group[name] = own
             elif name == "lr":  # after a step that raised an error
                 group[name] = _scheduled(own, hidden, group[name])
+        if self._has_hidden and self._marked != len(optimizer.state):
+            self._mark(optimizer, True)
 
     def forget(self) -> None:
         """Forget what is hidden: the optimizer has loaded other settings, and other moments."""
         if (optimizer := self._optimizer()) is not None:
             _hidden.pop(optimizer, None)
-            self._has_hidden = False
-            end_spent(each for group in optimizer.param_groups for each in group["params"])  # the groups are new objects
-
-    def _end_spent(self, optimizer: torch.optim.Optimizer) -> None:
-        self._has_hidden = False
-        end_spent(self._parameters(optimizer))
+            self._has_hidden, self._marked = False, 0
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -209,12 +208,16 @@ class HiddenMomentum:
                     moment.zero_()
                 elif rule.second:
                     state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        self._end_spent(optimizer)
+        self._has_hidden = False
+        self._mark(optimizer, False)
 
-    def show_in(self, saved: Mapping[str, Any]) -> None:
-        """Do as give_back() in a copy of the optimizer's state, and leave the optimizer as it is: a step may be under way."""
+    def show_in(self, saved: Mapping[str, Any], fills: bool) -> None:
+        """Do as give_back() in a copy of the optimizer's state, and leave the optimizer as it is: a step may be under way.
+
+        fills: also with moments of 0 where there are none, which a step without momentum does not make.
+        """
         optimizer, rule = self._optimizer(), self.rule
-        if rule is None or optimizer is None or not self._has_hidden:
+        if rule is None or optimizer is None or not (self._has_hidden or fills):
             return
         for group, copied in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             own, hidden = self._last.get(id(group), ({}, {}))
@@ -224,9 +227,9 @@ class HiddenMomentum:
                 continue
             for number, parameter in zip(copied["params"], group["params"], strict=True):
                 state = saved["state"].get(number) or {}
-                moment = state.get(rule.buffer, parameter.detach() if state and rule.second else None)
-                if isinstance(moment, Tensor):
-                    saved["state"][number] = {**state, rule.buffer: torch.zeros_like(moment)}
+                moment, makes = state.get(rule.buffer), bool(state and rule.second) or (fills and parameter.requires_grad)
+                if self._has_hidden if isinstance(moment, Tensor) else makes:
+                    saved["state"][number] = {**state, rule.buffer: torch.zeros_like(parameter if moment is None else moment)}
 
     @torch.no_grad()
     def take_undelivered(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -243,20 +246,15 @@ class HiddenMomentum:
             for parameter in [each for each in group["params"] if id(each) in self._own]:
                 state = optimizer.state.get(parameter, {})
                 moment = state.get(rule.buffer)
-                if not isinstance(moment, Tensor) or not 0 < m < 1 or parameter in _spent:
+                if not isinstance(moment, Tensor) or not 0 < m < 1 or getattr(moment, _SPENT, False):
                     continue
-                moment = local(moment)
+                if not (moment := local(moment)).any():  # as in a state of an exchange of updates: what waits has its ages
+                    continue
                 step = moment * (group["lr"] * m * (m if momentum.nesterov else 1.0) / (1 - m))
                 if rule.setting == "betas":
                     step = step / _root(state, group, rule)
                 moment.zero_()
                 yield parameter, step
-
-
-def end_spent(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Note that optimizers fill the first moments of some parameters again, with effects that are to be delivered."""
-    for each in parameters:
-        _spent.pop(each, None)
 
 
 def _scheduled(own: float, hidden: float, now: float) -> float:

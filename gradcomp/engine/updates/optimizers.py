@@ -60,18 +60,21 @@ class Trained:
     rules: list[StepRule] = field(default_factory=list)
     settings: Any = ()
 
+    def buckets_in(self, reducer: Reducer) -> list[Bucket]:
+        """List the buckets of its layers."""
+        return [each for each in reducer.buckets if each.layout.names[0] in self.names]
+
     def find_buckets(self, reducer: Reducer) -> None:
         """Find the buckets of its layers."""
         self.reducer, self.settings = reducer, ()
-        self.buckets = [each for each in reducer.buckets if each.layout.names[0] in self.names]
+        self.buckets = self.buckets_in(reducer)
         self.clips = any(each.feedback is not None and each.feedback.clip for each in self.buckets)
 
 
 class Optimizers:
     """The optimizers of one session.
 
-    layers: those of each, in words, by its number. parts: of each layer (see _divide). has_moments: a first moment in an
-    optimizer's state is of gradients before the exchange of updates.
+    layers: those of each, in words, by its number. parts: of each layer (see _divide).
     """
 
     def __init__(self, session: Any):
@@ -84,7 +87,6 @@ class Optimizers:
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
-        self.has_moments = True
 
     def renew_parameters(self) -> None:
         """Take other parameters that the model has got in place of its own."""
@@ -134,7 +136,7 @@ class Optimizers:
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
         _apart.update({self._slots.parameters[name]: weakref.ref(optimizer) for name in momenta})
-        found = Trained(number, frozenset(momenta), momentum, is_new=self.has_moments)
+        found = Trained(number, frozenset(momenta), momentum)
         found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
         if before is not None:
             found.is_new, found.exchanges = before.is_new, before.exchanges
@@ -184,8 +186,7 @@ class Optimizers:
         for each in self._slots.parameters.values():
             _apart.pop(each, None)
 
-    def note_change(self, *, to_updates: bool) -> None:
-        """Note a change of spec, or a loaded state. to_updates: from gradients, so that the moments are of these."""
-        self.has_moments = to_updates
+    def note_change(self, *, is_loaded: bool = False) -> None:
+        """Note a change of spec, or a loaded state: moments may have come that are not delivered yet."""
         for each in self.every():
-            each.is_new, each.exchanges = to_updates, 0
+            each.is_new, each.exchanges = True, 0 if is_loaded else each.exchanges

@@ -114,10 +114,10 @@ class StepExchange:
         if (trained := self.optimizers.known(optimizer)) is not None:
             trained.momentum.give_back()
 
-    def show_in(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Show an optimizer's own settings in a copy of its state."""
+    def show_in(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any], fills: bool) -> None:
+        """Show an optimizer's own settings in a copy of its state. fills: with all moments."""
         if (trained := self.optimizers.known(optimizer)) is not None:
-            trained.momentum.show_in(saved)
+            trained.momentum.show_in(saved, fills)
 
     def note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Empty the residual of an optimizer whose state was loaded in mid-training: the training goes on from elsewhere.
@@ -130,10 +130,11 @@ class StepExchange:
             self.session.membership.note_unlike()
             return
         trained.momentum.forget()
+        trained.is_new = True
         if not trained.exchanges or self.keeps_residuals:
             return
-        trained.exchanges, trained.is_new = 0, True
-        for bucket in trained.buckets:
+        trained.exchanges = 0
+        for bucket in trained.buckets_in(self.session.reducer):  # those of its last step may be of a spec before
             bucket.empty()
 
     def forget(self) -> None:

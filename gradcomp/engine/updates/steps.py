@@ -8,7 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -34,6 +34,8 @@ _closures = 0  # under way
 _under_way: list[tuple[weakref.ref[torch.optim.Optimizer], FrameType]] = []
 # Functions of other packages that step an optimizer only to make its state.
 _MAKE_STATES = ("broadcast_optimizer_state", "_init_optim_state")
+# That of torch.distributed.checkpoint which collects an optimizer's state. A new optimizer looks for all moments in it.
+_COLLECT_STATES = ("_get_optim_state_dict",)
 
 
 def listen(session: Any) -> None:
@@ -190,8 +192,9 @@ def _give_up(optimizer: torch.optim.Optimizer) -> None:
 
 def _show_in(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Show the optimizer's own settings in a copy of its state. Its step may be under way in another thread, and goes on."""
+    fills = _is_called_by(_COLLECT_STATES)
     for each in _living():
-        each.updates.show_in(optimizer, saved)
+        each.updates.show_in(optimizer, saved, fills)
 
 
 def give_up_failed() -> None:
@@ -205,7 +208,11 @@ def give_up_failed() -> None:
 
 def makes_state() -> bool:
     """Say whether a step that begins only makes the optimizer's state, for a function that saves or broadcasts it."""
-    return any(frame.f_code.co_name in _MAKE_STATES for frame in _callers(sys._getframe(1)))
+    return _is_called_by(_MAKE_STATES)
+
+
+def _is_called_by(names: Collection[str]) -> bool:
+    return any(frame.f_code.co_name in names for frame in _callers(sys._getframe(1)))
 
 
 def _note_loaded(optimizer: torch.optim.Optimizer) -> None:

@@ -35,7 +35,7 @@ class Noted:
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("show")
 
-    def show_in(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    def show_in(self, optimizer: torch.optim.Optimizer, saved: Any, fills: bool) -> None:
         self._into.append("show in a copy")
 
     def hide(self) -> None:
