@@ -64,11 +64,14 @@ class Session:
         self.gradients.let_stock_exchange(None)
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
+        if reducer.on_updates:
+            self.updates.optimizers.unaveraged.clear()
         self.attend()
 
     def attend(self) -> None:
         """Listen to the steps of optimizers where updates are or were exchanged, or auto may choose that; otherwise to none."""
-        listens = self.reducer.on_updates or self.turns is not None or self.updates.optimizers.every()
+        optimizers = self.updates.optimizers
+        listens = self.reducer.on_updates or self.turns is not None or optimizers.every() or optimizers.unaveraged
         (listen if listens else ignore)(self)
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:

@@ -215,6 +215,30 @@ def go_back_after_a_change(kind: Any, spec: str | None) -> Tensor:
     return run.train(3)
 
 
+def resume_and_change(kind: Any, spec: str | None) -> Tensor:
+    """Load each rank's state, and exchange gradients before its optimizer has stepped, as a load under "blocks" advises."""
+    run, again = made(kind, spec), made(kind, spec)
+    run.train(4)
+    again.model.load_state_dict(run.model.state_dict())
+    again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    again.handle.load_state_dict(run.handle.state_dict())
+    again.handle.change("half")
+    again.handle.change("blocks")
+    return again.train(4)
+
+
+def wrap_anew_and_change(kind: Any, spec: str | None) -> Tensor:
+    """Wrap the model anew, and exchange gradients before the optimizer's next step."""
+    run = made(kind, spec)
+    run.train(4)
+    state = run.handle.state_dict()
+    run.whole = DistributedDataParallel(run.model)
+    run.handle = gradcomp.ddp.attach(run.whole, spec)
+    run.handle.load_state_dict(state)
+    run.handle.change("blocks")
+    return run.train(4)
+
+
 def equal(tensors: list[Tensor]) -> None:
     own = torch.cat([each.detach().flatten() for each in tensors]) if tensors else torch.zeros(1)
     every = [torch.empty_like(own) for _ in range(2)]
@@ -234,6 +258,8 @@ OTHERS = (
     climb,
     change,
     go_back_after_a_change,
+    resume_and_change,
+    wrap_anew_and_change,
 )
 ALIKE |= {each.__name__: each for each in (joins_with_decay, joins_with_unused_layers, joins_with_an_inner_optimizer)}
 EVERY: dict[str, Any] = {**LOOPS, **{each.__name__: each for each in OTHERS}}

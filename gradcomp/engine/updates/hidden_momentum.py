@@ -211,6 +211,20 @@ class HiddenMomentum:
         self._has_hidden = False
         self._mark(optimizer, False)
 
+    @torch.no_grad()
+    def clear_spent(self) -> None:
+        """Do as give_back() with an optimizer that another session has seen stepping."""
+        optimizer, rule = self._optimizer(), self.rule
+        if rule is None or optimizer is None:
+            return
+        for state in [each for each in optimizer.state.values() if each]:
+            if isinstance(moment := state.get(rule.buffer), Tensor):
+                if getattr(moment, _SPENT, False):
+                    moment.zero_()
+            elif rule.second:
+                state[rule.buffer] = torch.zeros_like(state[rule.second])
+        self._mark(optimizer, False)
+
     def show_in(self, saved: Mapping[str, Any], fills: bool) -> None:
         """Do as give_back() in a copy of the optimizer's state, and leave the optimizer as it is: a step may be under way.
 

@@ -74,7 +74,8 @@ class Trained:
 class Optimizers:
     """The optimizers of one session.
 
-    layers: those of each, in words, by its number. parts: of each layer (see _divide).
+    layers: those of each, in words, by its number. parts: of each layer (see _divide). unaveraged: layers without a step since
+    a change to gradients: that of an optimizer which was not seen before, as after a resume, may find states that differ.
     """
 
     def __init__(self, session: Any):
@@ -85,6 +86,8 @@ class Optimizers:
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
         # The momentum of each layer, of the optimizers that train the same layers.
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.unaveraged: set[str] = set()
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
 
@@ -185,6 +188,14 @@ class Optimizers:
         """Note that the optimizers' states have become equal on all ranks."""
         for each in self._slots.parameters.values():
             _apart.pop(each, None)
+        self.unaveraged, self._averaged = {*self.names.values()}, weakref.WeakSet(self.latest())
+
+    def find_unaveraged(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether the state of an optimizer that is about to step with gradients of all ranks may differ between them."""
+        trained = {self.names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self.names}
+        found = not self.unaveraged.isdisjoint(trained) and optimizer not in self._averaged
+        self.unaveraged -= trained
+        return found
 
     def note_change(self, *, is_loaded: bool = False) -> None:
         """Note a change of spec, or a loaded state: moments may have come that are not delivered yet."""

@@ -27,6 +27,7 @@ from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, cl
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import exchanged_by_later, give_up_failed, makes_state, warn_user
+from gradcomp.engine.updates.to_gradients import average_first
 from gradcomp.native.memory import Memory
 from gradcomp.networks import gather
 
@@ -85,8 +86,7 @@ class StepExchange:
     gradients: this rank's own, of the last backward pass. given_momentum: the spec's, in place of the optimizers'.
     has_gradients: some have come since the last step; has_unchecked_gradients: since the last end of a backward pass;
     has_seen_gradients: ever. lags: other ranks step, and this one has no batch. in_step: steps under way, as in a closure.
-    keeps_residuals: also where an optimizer's state is loaded. since_meeting: exchanges since the ranks met, as many on a
-    rank that joins.
+    keeps_residuals: where an optimizer's state is loaded, too. since_meeting: exchanges since the ranks met, alike on all.
     """
 
     session: Any  # which has this object
@@ -124,18 +124,16 @@ class StepExchange:
 
         A residual that was loaded since its last step stays. Where gradients are exchanged, the state may be this rank's own.
         """
-        if (trained := self.optimizers.known(optimizer)) is None:
-            return
-        if not self.session.reducer.on_updates:
+        trained = self.optimizers.known(optimizer)
+        if trained is not None and not self.session.reducer.on_updates:
             self.session.membership.note_unlike()
-            return
-        trained.momentum.forget()
-        trained.is_new = True
-        if not trained.exchanges or self.keeps_residuals:
-            return
-        trained.exchanges = 0
-        for bucket in trained.buckets_in(self.session.reducer):  # those of its last step may be of a spec before
-            bucket.empty()
+        elif trained is not None:
+            trained.momentum.forget()
+            trained.is_new = True
+            if trained.exchanges and not self.keeps_residuals:
+                trained.exchanges = 0
+                for bucket in trained.buckets_in(self.session.reducer):  # those of its last step may be of a spec before
+                    bucket.empty()
 
     def forget(self) -> None:
         """Look at all optimizers anew: the spec may have changed, or a step has failed."""
@@ -216,6 +214,7 @@ class StepExchange:
         if not session.network.ready or (not has_gradients and makes_state()):
             return None
         if not session.reducer.on_updates:
+            average_first(session, optimizer)
             return None
         waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
         if door.needs_gradients and (waits or door.calls_another(optimizer, has_gradients)):

@@ -14,7 +14,7 @@ from gradcomp.core.requests import Reduce
 from gradcomp.engine.digests import digests
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slot, local
-from gradcomp.engine.updates.hidden_momentum import class_of, kept_tensors
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, kept_tensors
 from gradcomp.engine.updates.steps import warn_user
 from gradcomp.native.memory import Update
 from gradcomp.networks import Connection, gather
@@ -62,6 +62,20 @@ def deliver_residuals(
                 local(grad).copy_(slot.shaped(own))
     if size > 1:
         yield from average_states(choices, network)
+
+
+def average_first(session: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Average the state of an optimizer in its first step since a change to gradients, at which it was not known."""
+    optimizers, size = session.updates.optimizers, session.network.world.size
+    if not optimizers.unaveraged:
+        return
+    if optimizers.find_unaveraged(optimizer) and size > 1:
+        HiddenMomentum(optimizer, None, session.updates.exchanged).clear_spent()
+        with session.noting_failure():
+            for _ in average_states([[optimizer]], session.network):
+                pass  # ranks in lock-step would wait here
+    if not optimizers.unaveraged:
+        session.attend()
 
 
 @torch.no_grad()
