@@ -62,19 +62,17 @@ RIVALS = {
     "powersgd:rank=4": "PowerSGD hook, rank 4",
     "bf16:steps=4": "bf16, 4 batches accumulated",
     "blocks": "`blocks`",
+    "orq": "`orq`",
     "topk": "`topk`",
 }
 
 
 def readme_steps() -> Rows:
-    """Write the milliseconds of a step under DDP: two rows for each link, of which the second has those of `blocks`."""
-    again = [run for name in ("cifar-large", "10gbit") for run in read(RESULTS / f"train-blocks-ddp-{name}.json")["runs"]]
+    """Write the milliseconds of a step under DDP, a row for each link."""
     rows = [["link of each host", *RIVALS.values()]]
-    for rate in LINKS_OF_PAGES:
-        (other,) = (run["lines"] for run in again if run["rate"] == rate)
-        for lines, label in ((launched("cifar-large", "ddp")[4, rate]["lines"], ""), (other, ", a later session")):
-            ms = {line["way"]: f"{line['ms']['median']:,.0f}" for line in lines}
-            rows.append([cluster(4, rate).partition(", ")[2] + label, *(ms.get(way, "") for way in RIVALS)])
+    for run in read(RESULTS / "train-readme.json")["runs"]:
+        ms = {line["way"]: f"{line['ms']['median']:,.0f}" for line in run["lines"]}
+        rows.append([cluster(4, run["rate"]).partition(", ")[2], *(ms[way] for way in RIVALS)])
     return rows
 
 
@@ -310,7 +308,8 @@ def weights() -> Rows:
 
 def mixed() -> Rows:
     """Write a row for each way of FSDP2 with few bits: the bytes on a host's interface, and its step over bfloat16 weights'."""
-    runs = sorted(read(RESULTS / "train-fsdp-weights.json")["runs"], key=lambda run: tuple(LINKS).index(run["rate"]))
+    found = {run["rate"]: run for name in ("weights", "10gbit") for run in read(RESULTS / f"train-fsdp-{name}.json")["runs"]}
+    runs = [found[rate] for rate in LINKS_OF_PAGES]
     rivals = ("mixed", "mixed-alltoall")
     links = [cluster(4, run["rate"]).partition(", ")[2] for run in runs]
     rows = [["way", "MB a step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]

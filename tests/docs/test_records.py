@@ -87,9 +87,9 @@ def test_weights_in_eight_bits_lose_nothing_that_can_be_seen() -> None:
     lines = {line["spec"]: line for line in record("study-weights-8-bits")["tasks"]["shakespeare"]["lines"]}
     dense, rounded = lines["dense"], lines["weights:bits=8"]
     assert len(dense["seeds"]) == len(rounded["seeds"]) == 10 and rounded["worse_than_dense"] < 0
-    (fast,) = (run["lines"] for run in record("train-fsdp-weights")["runs"] if run["rate"] == "10gbit")
-    few = [line["over"]["mixed-alltoall"]["at_most"] for line in fast if line["way"].startswith("weights")]
-    assert len(few) == 3 and min(few) >= 1, "few bits gain nothing over an all-to-all at 10 Gbit/s"
+    (fast,) = (run["lines"] for run in record("train-fsdp-10gbit")["runs"])
+    few = [line["over"]["mixed"]["at_most"] for line in fast if line["way"].startswith("weights")]
+    assert len(few) == 3 and max(few) <= 0.85
 
 
 def test_every_trainer_has_a_loss_that_is_near() -> None:
