@@ -139,7 +139,7 @@ def test_the_others_fail_once_it_ends(door: str) -> None:
 def test_a_rank_that_dies_ends_the_step_of_the_others(door: str) -> None:
     for rank in found("dies", door):
         assert rank["said"].startswith("HorovodInternalError: "), rank
-        assert rank["seconds"] < 20  # the broken connection is seen at once; the rest is a busy machine
+        assert rank["seconds"] < 45  # the broken connection is seen at once, or Horovod's 30 s for gloo end the step
 
 
 @both_doors
