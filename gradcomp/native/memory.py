@@ -109,21 +109,21 @@ class Memory:
         if source is None or source.flat.numel() < n:
             marks = torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device)
             source = ZeroedUpdate(torch.zeros(n, device=device), marks, Streams(device), torch.zeros(1, device=device))
-        else:
-            if source.streams.has_streams:
-                source.streams.join()
+        elif source.streams.has_streams:
+            source.streams.join()
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
         """Take an update back and wipe its marked lines, unless that is done. An update that was not lent is left alone."""
         source, update.source = update.source, None
-        if source is not None and not update.is_wiped:
+        if source is None:
+            return
+        if not update.is_wiped:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-        if source is not None:
-            if source.streams.has_streams:
-                source.streams.clear()
-                source.streams.note()
-            self._free.setdefault(source.flat.device, []).append(source)
+        if source.streams.has_streams:
+            source.streams.clear()
+            source.streams.note()
+        self._free.setdefault(source.flat.device, []).append(source)
 
 
 class HostCopy:

@@ -203,16 +203,22 @@ def test_every_exchange_shrinks_each_ranks_residual(momentum: float, ratio: floa
 # --- Layers that are frozen
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *EVERYTHING])
-def test_a_frozen_layer_does_not_move_and_its_residual_comes_back(spec: str) -> None:
-    ours = Replicas(spec, partial(of_sgd, weight_decay=0.1), SHAPES, 2).train(4)
+def train_frozen(ours: Replicas, steps: int) -> tuple[Named, Named]:
+    """Freeze two layers and train: they and their residuals stay. Return weights and residuals of before."""
     ours.freeze("a", "scalar")
     before, waits = ours.copied(), ours.residual()
-    ours.train(4, 4)
+    ours.train(steps, 4)
     now, still = ours.copied(), ours.residual()
     for name in ("a", "scalar"):
         assert torch.equal(now[name], before[name]) and torch.equal(still[name], waits[name]), name
     assert not torch.equal(now["wide"], before["wide"])
+    return before, waits
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *EVERYTHING])
+def test_a_frozen_layer_does_not_move_and_its_residual_comes_back(spec: str) -> None:
+    ours = Replicas(spec, partial(of_sgd, weight_decay=0.1), SHAPES, 2).train(4)
+    before, waits = train_frozen(ours, 4)
     ours.freeze()
     ours.train(12, 8)
     assert not torch.equal(ours.copied()["a"], before["a"])
@@ -224,13 +230,7 @@ def test_a_frozen_layer_does_not_move_and_its_residual_comes_back(spec: str) -> 
 def test_a_frozen_layer_does_not_move_where_hosts_exchange(spec: str) -> None:
     """Levels between hosts round its zeros to something, also in the shard of another rank."""
     ours = Replicas(f"{spec}{',' if ':' in spec else ':'}by_host=true", of_sgd, SHAPES, 4, hosts=2).train(4)
-    ours.freeze("a", "scalar")
-    before, waits = ours.copied(), ours.residual()
-    ours.train(5, 4)
-    now, still = ours.copied(), ours.residual()
-    for name in ("a", "scalar"):
-        assert torch.equal(now[name], before[name]) and torch.equal(still[name], waits[name]), name
-    assert not torch.equal(now["wide"], before["wide"])
+    train_frozen(ours, 5)
 
 
 @pytest.mark.parametrize("which", [(1,), (0, 2), (1, 3)])
