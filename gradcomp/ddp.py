@@ -18,7 +18,6 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, check_optimizer
-from gradcomp.engine.updates.optimizers import stepped_apart
 from gradcomp.engine.updates.steps import exchanged, give_up_failed, warn_user
 from gradcomp.handle import Handle, by_name
 from gradcomp.networks.torch import TorchNetwork, share_first
@@ -40,12 +39,6 @@ _COPIED = (
     "this DistributedDataParallel model was copied, or loaded from a file, after attach(): it exchanges gradients whole. To "
     "compress them, call gradcomp.ddp.attach() on it. With update specs, a copied optimizer has another state on each rank "
     'and moves the weights apart: call change("dense") before the copy, or make a new one'
-)
-
-_APART = (
-    "{names} has stepped on each rank's own gradients under an earlier handle, and keeps another state on each rank: with "
-    '{spec}, which exchanges gradients, it would move the ranks\' weights apart. Call change("dense") on the earlier handle '
-    "before attach(), or make a new optimizer"
 )
 
 _POSITIONAL = (
@@ -114,8 +107,6 @@ def attach(
     handle = Handle(spec, parameters, network, options, _DOOR, stock)
     session = handle._session
     session.updates.gradients.scaler = scaler
-    if not session.reducer.on_updates and network.world.size > 1 and (names := stepped_apart(parameters.parameters.values())):
-        warn_user(_APART.format(names=names, spec=session.spec))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     backward = _BackwardPass(session, model)
     try:

@@ -50,7 +50,8 @@ class Facts(NamedTuple):
 
     steps: the steps that it has done. ranks: the number of ranks that shared its residual; 0 = the residual is empty yet.
     rank: its number among them. loaded: 1 if a state was loaded since the last meeting. met: 1 if it has met others before.
-    name: a random name for the meeting. unlike: 1 if its optimizers may keep other numbers than the other ranks'.
+    name: a random name for the meeting. unlike: 1 if its optimizers may keep other numbers than the other ranks'. apart: 1 if
+    updates were exchanged before.
     """
 
     steps: int = 0
@@ -60,6 +61,7 @@ class Facts(NamedTuple):
     met: int = 0
     name: int = 0
     unlike: int = 0
+    apart: int = 0
 
 
 _FACTS = struct.Struct(f"<{len(Facts._fields)}q")
@@ -136,13 +138,13 @@ class Membership:
     """One rank among the others, and its meetings with them. All ranks make the calls of a meeting in the same order.
 
     owner: of its residual. axes: of the mesh beside the network; their ranks meet, too. unlike: optimizers of this rank, and in
-    a meeting those of any, may keep other numbers than other ranks'.
+    a meeting those of any, may keep other numbers than other ranks'. were_apart: updates were exchanged before, on some rank.
     """
 
     def __init__(self, network: Connection):
         self._network = network
         self.met_in: object = None  # the network's generation in which the ranks met last
-        self._ever_met = self.unlike = False
+        self._ever_met = self.unlike = self.were_apart = False
         self.owner = Owner()
         self.axes: list[Membership] = []
         # Of the present meeting: its generation, every rank's facts, and the rank to follow. grows: a rank joins.
@@ -182,19 +184,21 @@ class Membership:
         """Note the owner of a residual that replaced this rank's. The ranks then meet again."""
         self.owner, self.met_in = owner, None
 
-    def compare(self, terms: Mapping[str, str], steps: int, leader: int | None) -> Flow[tuple[int, bool]]:
+    def compare(self, terms: Mapping[str, str], steps: int, leader: int | None, apart: bool = False) -> Flow[tuple[int, bool]]:
         """Begin a meeting: wait for the other ranks, and check that all terms are equal, and no share of a residual is missing.
 
         Return the leader's steps, and whether this rank is new to a training that goes on, so that its loaded state counts for
-        nothing. See Session.meet(). steps: the steps that this rank has done. The rest of the meeting is settle().
+        nothing. See Session.meet(). steps: the steps that this rank has done. apart: it has exchanged updates before. The rest
+        of the meeting is settle().
         """
         self._generation, owner = self._network.generation, self.owner
         self._network.prepare()
-        name, unlike = secrets.randbits(62), int(self.unlike)
-        own = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met), name, unlike)
+        name, place = secrets.randbits(62), owner.place
+        history = int(owner.loaded), int(self._ever_met)
+        own = Facts(steps, place.ranks, place.rank, *history, name, int(self.unlike), int(apart))
         records = yield from self._gather(record(terms, own), "agreement")
         facts = check_terms(terms, records, self._network.world.numbers)
-        self.unlike = any(each.unlike for each in facts)
+        self.unlike, self.were_apart = any(each.unlike for each in facts), any(each.apart for each in facts)
         joins = leader is not None and bool(facts[leader].met) and not own.met
         self.grows = leader is not None and bool(facts[leader].met) and not all(each.met for each in facts)
         if leader is None:

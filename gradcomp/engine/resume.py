@@ -56,12 +56,10 @@ class Resume:
         session.reducer, session.compressor = new, compressor
         if session.has_met or delivers:
             try:
+                session.membership.unlike |= delivers
                 yield from session.meeting(follows=False)
                 if delivers:
-                    session.updates.forget()
-                    optimizers = session.updates.optimizers
-                    yield from deliver_residuals(old, (optimizers.alive(), optimizers.latest()), session.network, session.sums)
-                    optimizers.note_averaged()
+                    yield from deliver_residuals(old, session.network, session.sums)
             except BaseException as error:
                 session.reducer, session.compressor = old, before
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
@@ -86,7 +84,8 @@ class Resume:
     def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
         """Copy this rank's share of a state."""
         session = self._session
-        return state.save_share(session.reducer, session.slots.shapes, sums=session.sums, copy=copy)
+        apart = session.updates.optimizers.averaged is not None
+        return state.save_share(session.reducer, session.slots.shapes, sums=session.sums, apart=apart, copy=copy)
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on. Refuse this where a step in another thread exchanges meanwhile."""
@@ -147,6 +146,8 @@ class Resume:
         session.restore(load, reducer, compressor)
         session.membership.note_loaded(taken.of, loaded.ranks)
         session.sums = loaded.sums
+        if loaded.apart and not reducer.on_updates:
+            session.updates.optimizers.turn(to_updates=False, were_apart=True)
         if meets_again:
             with session.noting_failure():
                 yield from session.meeting()

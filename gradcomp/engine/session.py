@@ -64,14 +64,13 @@ class Session:
         self.gradients.let_stock_exchange(None)
         self.updates.given_momentum = reducer.given_momentum
         self.updates.forget()
-        if reducer.on_updates:
-            self.updates.optimizers.unaveraged.clear()
+        self.updates.optimizers.turn(to_updates=reducer.on_updates)
         self.attend()
 
     def attend(self) -> None:
         """Listen to the steps of optimizers where updates are or were exchanged, or auto may choose that; otherwise to none."""
         optimizers = self.updates.optimizers
-        listens = self.reducer.on_updates or self.turns is not None or optimizers.every() or optimizers.unaveraged
+        listens = self.reducer.on_updates or self.turns is not None or optimizers.averaged is not None
         (listen if listens else ignore)(self)
 
     def restore(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
@@ -169,7 +168,8 @@ class Session:
 
     def _meet(self, leader: int | None, follows: bool) -> Flow[None]:
         membership, steps = self.membership, self.reducer.steps_done
-        of_leader, joins = yield from membership.compare(self._terms(), steps, leader)
+        apart = self.updates.optimizers.averaged is not None
+        of_leader, joins = yield from membership.compare(self._terms(), steps, leader, apart)
         if joins:
             state.scale_state(self.reducer, 0.0)
         elif of_leader != steps and not (leader is not None and self.resume.go_back(of_leader)) and steps:
@@ -186,12 +186,20 @@ class Session:
                 self.updates.optimizers.parts = parts
                 self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
+        optimizers = self.updates.optimizers
+        if membership.were_apart and not self.reducer.on_updates:
+            optimizers.turn(to_updates=False, were_apart=True)
+            self.attend()
         if membership.unlike and not self.reducer.on_updates:
-            optimizers = self.updates.optimizers
-            yield from average_states((optimizers.alive(), optimizers.latest()), self.network)
-            optimizers.note_averaged()
+            yield from average_states(optimizers, self.network)
         membership.unlike = False
         self.updates.since_meeting = 0
+
+    def average_optimizers(self) -> None:
+        """Meet, and average what the ranks' optimizers keep: that of one which is about to step may differ."""
+        self.membership.unlike = True
+        with self.noting_failure():
+            run(self.meeting(follows=False))
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""

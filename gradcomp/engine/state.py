@@ -64,18 +64,20 @@ def residuals(reducer: Reducer, slots: Slots) -> dict[str, Tensor]:
     return {slot.name: slot.shaped(flat[slot.name]) for slot in slots.slots}
 
 
-def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Copy = Tensor.clone) -> dict[str, Any]:
+def save_share(
+    reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, apart: bool = False, copy: Copy = Tensor.clone
+) -> dict[str, Any]:
     """Copy all that the next step depends on.
 
-    shapes: the shape and the order of memory of every layer. sums: updates are sums over the ranks, not means. copy: copies a
-    layer's array.
+    shapes: the shape and the order of memory of every layer. sums: updates are sums over the ranks, not means. apart: updates
+    were exchanged before gradients. copy: copies a layer's array.
     """
     share = _save_progress(reducer, copy)
     for bucket, part, own in zip(reducer.buckets, reducer.part_numbers, share["buckets"], strict=True):
         own["part"] = part
         own["compressor"] = bucket.compressor.save(bucket.inner)
         own["noise"] = None if bucket.progress is None else bucket.progress.noise.save()
-    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
+    return {"steps": reducer.steps_done, "sums": sums, "apart": apart, "shapes": dict(shapes), **share}
 
 
 def _save_progress(reducer: Reducer, copy: Copy) -> dict[str, Any]:
@@ -225,6 +227,8 @@ class States:
             self._add(state, spec)
         self.steps: int = _equal(self.shares, "steps", saved.read_int)
         self.sums: bool = _equal(self.shares, "sums", saved.read_bool)
+        # Older states of this format have no such entry.
+        self.apart = any(saved.read_bool(share, "apart") for share in self.shares.values() if "apart" in share)
 
     def take(self, here: Place | None) -> Taken:
         """Choose a rank's shares. A new rank has none: its residual is empty.

@@ -195,34 +195,20 @@ class HiddenMomentum:
         """
         self.show()
         optimizer, rule = self._optimizer(), self.rule
-        if rule is None or optimizer is None or not self._has_hidden:
+        if rule is None or optimizer is None:
             return
         for group in optimizer.param_groups:
-            if id(group) not in self._groups or not _value(group, rule):
-                continue
-            for parameter in group["params"]:
+            has_hidden = self._has_hidden and id(group) in self._groups
+            for parameter in group["params"] if _value(group, rule) else ():
                 state = optimizer.state.get(parameter)
                 if not state:
                     continue
-                if isinstance(moment := state.get(rule.buffer), Tensor):
+                if not isinstance(moment := state.get(rule.buffer), Tensor):
+                    if rule.second:
+                        state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                elif has_hidden or getattr(moment, _SPENT, False):  # another session may have hidden it
                     moment.zero_()
-                elif rule.second:
-                    state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         self._has_hidden = False
-        self._mark(optimizer, False)
-
-    @torch.no_grad()
-    def clear_spent(self) -> None:
-        """Do as give_back() with an optimizer that another session has seen stepping."""
-        optimizer, rule = self._optimizer(), self.rule
-        if rule is None or optimizer is None:
-            return
-        for state in [each for each in optimizer.state.values() if each]:
-            if isinstance(moment := state.get(rule.buffer), Tensor):
-                if getattr(moment, _SPENT, False):
-                    moment.zero_()
-            elif rule.second:
-                state[rule.buffer] = torch.zeros_like(state[rule.second])
         self._mark(optimizer, False)
 
     def show_in(self, saved: Mapping[str, Any], fills: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.updates import steps
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, kept_tensors
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum
 from gradcomp.engine.updates.progress import StepRule
 
 _UNFROZEN = (
@@ -22,14 +22,8 @@ _UNFROZEN = (
     "and call requires_grad_(False) afterwards, until you train it"
 )
 
-# The optimizers that have stepped on each rank's own gradients, by parameter.
+# The parameters whose optimizers have stepped on each rank's own gradients since their states were last equal.
 _apart = WeakIdKeyDictionary()
-
-
-def stepped_apart(parameters: Iterable[torch.nn.Parameter]) -> str:
-    """Name the optimizers of some parameters whose states differ between ranks: updates were exchanged after their steps."""
-    every = {reference() for each in parameters if (reference := _apart.get(each)) is not None}
-    return ", ".join(sorted({class_of(each).__name__ for each in every if each is not None and kept_tensors(each)}))
 
 
 @dataclass(eq=False)
@@ -74,8 +68,8 @@ class Trained:
 class Optimizers:
     """The optimizers of one session.
 
-    layers: those of each, in words, by its number. parts: of each layer (see _divide). unaveraged: layers without a step since
-    a change to gradients: that of an optimizer which was not seen before, as after a resume, may find states that differ.
+    layers: those of each, in words, by its number. parts: of each layer (see _divide). averaged: where updates were exchanged
+    and gradients are now, those whose states have been made equal on all ranks since; otherwise None.
     """
 
     def __init__(self, session: Any):
@@ -86,8 +80,7 @@ class Optimizers:
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
         # The momentum of each layer, of the optimizers that train the same layers.
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
-        self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.unaveraged: set[str] = set()
+        self.averaged: weakref.WeakSet[torch.optim.Optimizer] | None = None
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
 
@@ -138,7 +131,7 @@ class Optimizers:
         first, *others = momenta
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
-        _apart.update({self._slots.parameters[name]: weakref.ref(optimizer) for name in momenta})
+        _apart.update(dict.fromkeys([self._slots.parameters[name] for name in momenta], True))
         found = Trained(number, frozenset(momenta), momentum)
         found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
         if before is not None:
@@ -188,14 +181,21 @@ class Optimizers:
         """Note that the optimizers' states have become equal on all ranks."""
         for each in self._slots.parameters.values():
             _apart.pop(each, None)
-        self.unaveraged, self._averaged = {*self.names.values()}, weakref.WeakSet(self.latest())
+        self.averaged = weakref.WeakSet(self.alive())
+
+    def turn(self, *, to_updates: bool, were_apart: bool = False) -> None:
+        """Note what is exchanged from now on. were_apart: optimizers have stepped on each rank's own gradients before."""
+        if to_updates:
+            self.averaged = None
+        elif self.averaged is None and (were_apart or any(each in _apart for each in self._slots.parameters.values())):
+            self.averaged = weakref.WeakSet()
 
     def find_unaveraged(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the state of an optimizer that is about to step with gradients of all ranks may differ between them."""
-        trained = {self.names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in self.names}
-        found = not self.unaveraged.isdisjoint(trained) and optimizer not in self._averaged
-        self.unaveraged -= trained
-        return found
+        if self.averaged is None or optimizer in self.averaged:
+            return False
+        self.averaged.add(optimizer)
+        return self.find(optimizer) is not None
 
     def note_change(self, *, is_loaded: bool = False) -> None:
         """Note a change of spec, or a loaded state: moments may have come that are not delivered yet."""

@@ -27,7 +27,6 @@ from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, cl
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import exchanged_by_later, give_up_failed, makes_state, warn_user
-from gradcomp.engine.updates.to_gradients import average_first
 from gradcomp.native.memory import Memory
 from gradcomp.networks import gather
 
@@ -214,7 +213,8 @@ class StepExchange:
         if not session.network.ready or (not has_gradients and makes_state()):
             return None
         if not session.reducer.on_updates:
-            average_first(session, optimizer)
+            if self.optimizers.find_unaveraged(optimizer):
+                session.average_optimizers()
             return None
         waits = self.has_unchecked_gradients or not (self.has_seen_gradients or has_closure)
         if door.needs_gradients and (waits or door.calls_another(optimizer, has_gradients)):

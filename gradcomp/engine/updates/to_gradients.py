@@ -1,9 +1,9 @@
-"""The change from updates to gradients: what waits is delivered, and all that the ranks' optimizers keep becomes equal."""
+"""From updates to gradients: what waits is delivered, and all that the ranks' optimizers keep becomes equal."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +14,8 @@ from gradcomp.core.requests import Reduce
 from gradcomp.engine.digests import digests
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slot, local
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, class_of, kept_tensors
+from gradcomp.engine.updates.hidden_momentum import class_of, kept_tensors
+from gradcomp.engine.updates.optimizers import Optimizers
 from gradcomp.engine.updates.steps import warn_user
 from gradcomp.native.memory import Update
 from gradcomp.networks import Connection, gather
@@ -26,13 +27,10 @@ _UNLIKE = (
 
 
 @torch.no_grad()
-def deliver_residuals(
-    reducer: Reducer, choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection, sums: bool
-) -> Iterator[None]:
-    """Deliver the mean of all residuals, and average gradients and the optimizers' states, in lock-step with other ranks.
+def deliver_residuals(reducer: Reducer, network: Connection, sums: bool) -> Iterator[None]:
+    """Deliver the mean of all residuals, and average gradients that came before, in lock-step with other ranks.
 
-    The ranks can then exchange gradients: their optimizers go on alike, also with gradients that came before. choices: of
-    optimizers; the first that all ranks have is taken. sums: updates and gradients are sums over the ranks, not means.
+    sums: updates and gradients are sums over the ranks, not means.
     """
     size = network.world.size
     scale = float(size) if sums else 1.0
@@ -60,34 +58,30 @@ def deliver_residuals(
             grad = None if slot.parameter is None else slot.parameter.grad
             if grad is not None and not grad.is_sparse:
                 local(grad).copy_(slot.shaped(own))
-    if size > 1:
-        yield from average_states(choices, network)
-
-
-def average_first(session: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Average the state of an optimizer in its first step since a change to gradients, at which it was not known."""
-    optimizers, size = session.updates.optimizers, session.network.world.size
-    if not optimizers.unaveraged:
-        return
-    if optimizers.find_unaveraged(optimizer) and size > 1:
-        HiddenMomentum(optimizer, None, session.updates.exchanged).clear_spent()
-        with session.noting_failure():
-            for _ in average_states([[optimizer]], session.network):
-                pass  # ranks in lock-step would wait here
-    if not optimizers.unaveraged:
-        session.attend()
 
 
 @torch.no_grad()
-def average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
-    """Average all numbers that the ranks' optimizers keep. Warn if they still differ. choices: see deliver_residuals()."""
+def average_states(optimizers: Optimizers, network: Connection) -> Iterator[None]:
+    """Average all numbers that the ranks' optimizers keep, in lock-step with other ranks. Warn if they still differ.
+
+    The ranks can then exchange gradients: their optimizers go on alike.
+    """
+    optimizers.forget()
+    if network.world.size > 1:
+        # Ranks may have let go of an old optimizer at different times.
+        yield from _average([optimizers.alive(), optimizers.latest()], network)
+    optimizers.note_averaged()
+
+
+def _average(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
+    """Average what the first choice of optimizers keeps that all ranks have."""
     forms = gather(network, torch.tensor([*map(_form, choices)], device=network.device), "optimizers' forms")
     yield
     alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in forms()), strict=True)]
     differ = not any(alike)
     optimizers = choices[-1] if differ else choices[alike.index(True)]
-    if not differ:
-        kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+    kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+    if not differ and (yield from _differ(kept, network)):  # the mean of equal ones may be rounded
         floats, numbers = [each for each in kept if each.is_floating_point()], _numbers(optimizers)
         own = [
             each.reshape(-1).to(network.device, torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats
@@ -104,15 +98,19 @@ def average_states(choices: Sequence[Sequence[torch.optim.Optimizer]], network: 
         numbers_of_ranks = gather(network, own_numbers, "numbers of optimizers")
         yield
         for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in numbers_of_ranks()), strict=True):
-            if len({*values}) > 1:  # the mean of equal ones may be rounded
+            if len({*values}) > 1:
                 group[name] = fmean(values)
-        own_digests = digests({str(i): each for i, each in enumerate(kept)}).to(network.device)
-        every = gather(network, own_digests, "a comparison of optimizers' states")
-        yield
-        first, *others = every()
-        differ = any(not torch.equal(each, first) for each in others)
+        differ = yield from _differ(kept, network)
     if differ:
         warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
+
+
+def _differ(kept: Sequence[Tensor], network: Connection) -> Generator[None, None, bool]:
+    own = digests({str(i): each for i, each in enumerate(kept)}).to(network.device)
+    every = gather(network, own, "a comparison of optimizers' states")
+    yield
+    first, *others = every()
+    return any(not torch.equal(each, first) for each in others)
 
 
 def _numbers(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[dict[str, Any], str]]:
