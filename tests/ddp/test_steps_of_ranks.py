@@ -238,14 +238,17 @@ def wrap_anew_and_change(kind: Any, spec: str | None) -> Tensor:
     return run.train(4)
 
 
-def wrap_anew_for_gradients(kind: Any, spec: str | None) -> Tensor:
-    """Exchange gradients where an earlier exchange has left each rank's optimizer a state of its own."""
+def wrap_anew_for_gradients(kind: Any, spec: str | None, keeps: bool = False) -> Tensor:
+    """Exchange gradients where an earlier exchange has left each rank's optimizer a state of its own. keeps: it lives on."""
     run = made(kind, spec)
     run.train(4)
+    kept = (run.handle, run.whole) if keeps else ()
     run.handle = run.whole = None
     run.whole = DistributedDataParallel(run.model)
     run.handle = gradcomp.ddp.attach(run.whole, "blocks")
-    return run.train(4)
+    run.train(4)
+    assert not kept or kept[0].stats()["steps"] == 4
+    return run.weights
 
 
 def load_into_a_new_optimizer(kind: Any, spec: str | None) -> Tensor:
@@ -383,6 +386,7 @@ def program() -> dict[Any, Any]:
     return found | {
         "gradients": [*own_gradients(), *own_gradients(gradient_as_bucket_view=True)],
         "climbs": climb(sgd, "topk:ratio=0.05", by_copies=False),
+        "wraps": [wrap_anew_for_gradients(adamw, "topk:ratio=0.05", keeps=keeps) for keeps in (False, True)],
     }
 
 
@@ -410,6 +414,11 @@ def test_weights_that_each_rank_changes_by_its_own_gradients_and_back_differ_by_
 def test_between_backward_and_step_gradients_are_those_of_the_rank_alone() -> None:
     for own in outcomes():
         assert len(own["gradients"]) == 2 * 4 * 2 * 8 and all(own["gradients"])
+
+
+def test_a_new_exchange_of_gradients_ends_an_old_one_of_updates() -> None:
+    for own in outcomes():
+        assert torch.equal(*own["wraps"])
 
 
 def test_an_exchange_that_nobody_has_any_more_ends_on_all_ranks_when_the_model_is_wrapped_anew() -> None:
