@@ -36,7 +36,7 @@ struct Spans {
   Span<T> operator[](int rank) const { return {data[rank], size}; }
 };
 
-// The number of entries in a line. A line of a sparse update has one mark, a line of a residual one peak.
+// The number of entries in a line. A line of a sparse update has one mark.
 constexpr int64_t kLine = 64;
 
 // The number of zeros in which a kernel's blocks count on a GPU: their ticket.

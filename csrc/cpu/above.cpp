@@ -49,13 +49,13 @@ void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue) {
 
 int64_t take_above_scratch(int64_t n, int64_t capacity) { return select_words(n, capacity); }
 
-void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, Span<const float> thresholds, Span<float> values,
-                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, Span<const int32_t> ends,
+                Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
+                Span<uint32_t> scratch, Queue queue) {
   const AboveThreshold above(ends, thresholds);
   const Found found =
       select(residual.size, values.size, true, scratch, queue.threads, [&](Shortlist& shortlist, int64_t begin, int64_t end) {
-        look_through({residual.data, residual.size}, peaks, begin, end, above, shortlist);
+        look_through({residual.data, residual.size}, begin, end, above, shortlist);
       });
   move_out(residual, ages, scratch.data, found.listed, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(found.wanted);

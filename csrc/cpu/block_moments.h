@@ -69,38 +69,6 @@ HOT Measured measure(const float* __restrict x, int64_t n) {
   return {found, pivot};
 }
 
-HOT void peaks_of(const float* __restrict x, int64_t lines, uint32_t* __restrict peaks) {
-  for (int64_t j = 0; j < lines; ++j) {
-    int32_t peak = 0;
-    for (int64_t i = 0; i < kLine; ++i) peak = std::max(peak, static_cast<int32_t>(magnitude_key(x[kLine * j + i])));
-    peaks[j] = static_cast<uint32_t>(peak);
-  }
-}
-
-// Note the peaks of a run's lines. A run may end inside a line, and begin inside one whose first part was noted before.
-inline void note_peaks(const float* x, int64_t begin, int64_t count, uint32_t* peaks) {
-  const auto note = [&](int64_t from, int64_t to) {
-    uint32_t& peak = peaks[from / kLine];
-    if (from % kLine == 0) peak = 0;
-    for (int64_t i = from; i < to; ++i) peak = std::max(peak, magnitude_key(x[i - begin]));
-  };
-  const int64_t end = begin + count, first = std::min((begin + kLine - 1) / kLine * kLine, end);
-  if (begin < first) note(begin, first);
-  const int64_t last = first + (end - first) / kLine * kLine;
-  peaks_of(x + (first - begin), (last - first) / kLine, peaks + first / kLine);
-  if (last < end) note(last, end);
-}
-
-HOT double squares_of(const float* __restrict x, int64_t n) {
-  double sums[kLanes] = {};
-  const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t j = 0; j < kLanes; ++j) sums[j] += static_cast<double>(x[i + j]) * static_cast<double>(x[i + j]);
-  }
-  for (int64_t i = whole; i < n; ++i) sums[i - whole] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-  return add_lanes(sums);
-}
-
 // The results of all runs, in scratch. A run is a piece's share of a block (the CUDA twins say part, and call a thread's one to
 // four entries a run). Its number is its block's plus its piece's. No two runs have the same number, since at least one of the
 // two rises from run to run.

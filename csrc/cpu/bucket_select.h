@@ -1,5 +1,5 @@
 // Exact selection on CPUs. One vectorised read of the bucket lists, in index order, all candidates for the k largest entries;
-// the choice is then made among these few. Bytes an entry: 4, or with peaks 0.06 and those of the lines with a candidate.
+// the choice is then made among these few. Bytes an entry: 4.
 //
 // A Criterion says which entries are wanted: layers(begin, end, work) calls work(begin, end, bar) for each layer's part of
 // [begin, end). An entry is wanted if its key is above the bar.
@@ -29,11 +29,6 @@ HOT void mark_lines(const float* x, int64_t lines, int32_t bar, uint8_t* marks) 
     for (int64_t i = 0; i < kLine; ++i) any |= key_of(x[kLine * j + i]) > bar ? 1u : 0u;
     marks[j] = any != 0;
   }
-}
-
-// Do the same by the peaks, without a look at the lines. A bar of -1 marks every line.
-[[maybe_unused]] HOT void mark_peaks(const uint32_t* peaks, int64_t lines, int32_t bar, uint8_t* marks) {
-  for (int64_t j = 0; j < lines; ++j) marks[j] = peaks[j] >= static_cast<uint32_t>(bar) + 1;
 }
 
 // A list of entries and their places, in index order.
@@ -135,32 +130,17 @@ class Shortlist {
   Found found_;
 };
 
-// Fetch lines that are scattered in memory into the cache before they are looked at.
-inline void fetch_marked(const uint8_t* marks, int64_t lines, const float* x) {
-  constexpr int64_t kCacheLine = 16;
-  for (int64_t j = 0; j < lines; ++j) {
-    if (marks[j] == 0) continue;
-    for (int64_t i = 0; i < kLine; i += kCacheLine) __builtin_prefetch(x + j * kLine + i, 1);
-  }
-}
-
 // List the wanted entries of [begin, end).
 template <class Criterion>
-void look_through(Span<const float> x, OptionalSpan<const uint32_t> peaks, int64_t begin, int64_t end,
-                  const Criterion& criterion, Shortlist& shortlist) {
+void look_through(Span<const float> x, int64_t begin, int64_t end, const Criterion& criterion, Shortlist& shortlist) {
   constexpr int64_t kLines = 128;
   criterion.layers(begin, end, [&](int64_t from, int64_t to, int32_t bar) {
     uint8_t marks[kLines];
     for (int64_t line = from / kLine; line * kLine < to; line += kLines) {
       const int64_t at = line * kLine, lines = std::min(kLines, (to + kLine - 1) / kLine - line);
-      if (peaks.given()) {
-        mark_peaks(peaks.data + line, lines, shortlist.least(bar), marks);
-        fetch_marked(marks, lines, x.data + at);
-      } else {
-        const int64_t whole = std::min(lines, x.size / kLine - line);  // the bucket's last line may be shorter
-        mark_lines(x.data + at, whole, shortlist.least(bar), marks);
-        if (whole < lines) marks[whole] = 1;
-      }
+      const int64_t whole = std::min(lines, x.size / kLine - line);  // the bucket's last line may be shorter
+      mark_lines(x.data + at, whole, shortlist.least(bar), marks);
+      if (whole < lines) marks[whole] = 1;
       shortlist.look_at(marks, x.data + at, at, std::max(at, from), std::min(at + lines * kLine, to), bar);
     }
   });

@@ -17,18 +17,16 @@ void pack(Span<float> residual, const Taken& taken, Queue queue) {
               {taken.header.data, taken.header.size}, residual.size, taken.blocks, taken.entries, queue);
 }
 
-void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                   OptionalSpan<const uint32_t> peaks, int64_t k, const Taken& taken, Span<uint32_t> scratch, uint32_t*,
-                   Queue queue) {
-  take_topk(residual, ages, flag, peaks, k, taken.values, taken.indices, taken.header, scratch, queue);
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, int64_t k,
+                   const Taken& taken, Span<uint32_t> scratch, uint32_t*, Queue queue) {
+  take_topk(residual, ages, flag, k, taken.values, taken.indices, taken.header, scratch, queue);
   pack(residual, taken, queue);
 }
 
-void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                   OptionalSpan<const uint32_t> peaks, const Bar& bar, const Taken& taken, Span<uint32_t> scratch, uint32_t*,
-                   Queue queue) {
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, const Bar& bar,
+                   const Taken& taken, Span<uint32_t> scratch, uint32_t*, Queue queue) {
   set_thresholds(bar.moments, bar.ends, {bar.lam.data, bar.lam.size}, bar.pooled, bar.thresholds, queue);
-  take_above(residual, ages, flag, peaks, bar.ends, {bar.thresholds.data, bar.thresholds.size}, taken.values, taken.indices,
+  take_above(residual, ages, flag, bar.ends, {bar.thresholds.data, bar.thresholds.size}, taken.values, taken.indices,
              taken.header, scratch, queue);
   if (bar.target > 0) steer(bar.lam, {taken.header.data, taken.header.size}, bar.target, queue);
   pack(residual, taken, queue);

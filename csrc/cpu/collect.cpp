@@ -27,6 +27,16 @@ HOT bool copy_finite(const float* __restrict g, float* __restrict to, int64_t n)
   return refused != 0;
 }
 
+HOT double squares_of(const float* __restrict x, int64_t n) {
+  double sums[kLanes] = {};
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) sums[j] += static_cast<double>(x[i + j]) * static_cast<double>(x[i + j]);
+  }
+  for (int64_t i = whole; i < n; ++i) sums[i - whole] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  return add_lanes(sums);
+}
+
 }  // namespace
 
 void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
@@ -39,7 +49,7 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void collect(const Pieces& grads, Span<float> flat, Span<int32_t> flag, OptionalSpan<double> moments,
-             OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, Queue queue) {
+             OptionalSpan<uint32_t> scratch, Queue queue) {
   const Runs runs(grads, scratch);
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
@@ -48,7 +58,6 @@ void collect(const Pieces& grads, Span<float> flat, Span<int32_t> flag, Optional
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       float* to = flat.data + at;
       mine |= copy_finite(read(grads, piece, offset, count, buffer), to, count);
-      if (peaks.given()) note_peaks(to, at, count, peaks.data);
       if (moments.given()) runs.store(piece, at, measure(to, count));
     });
     if (mine) refused = true;

@@ -89,8 +89,7 @@ HOT void update_f16(const float* __restrict update, const float* __restrict was,
 
 void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Span<float> start, Span<float> residual,
                     OptionalSpan<uint8_t> ages, Span<const float> shares, Span<int32_t> flag, OptionalSpan<double> moments,
-                    OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float factor, float of_residual,
-                    Queue queue) {
+                    OptionalSpan<uint32_t> scratch, float factor, float of_residual, Queue queue) {
   const Progress rule = {factor, of_residual};
   const bool decays_apart = decays.given() && factor != 1.0f;
   const float* const shares_of_made = shares.data + kAges;
@@ -113,7 +112,6 @@ void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Spa
       const float decay = decays_apart ? decays.data[piece] : 0.0f;
       mine |= offer(now, offered, residual.data + at, of_all, of_made, count, rule, decay);
       if (!wide) narrow(buffer, weights.dtype[piece], static_cast<uint16_t*>(weights.data[piece]) + offset, count);
-      if (peaks.given()) note_peaks(offered, at, count, peaks.data);
       if (moments.given()) runs.store(piece, at, measure(offered, count));
     });
     if (mine) refused = true;

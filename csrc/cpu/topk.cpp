@@ -20,13 +20,12 @@ struct AboveBar {
 
 int64_t take_topk_scratch(int64_t n, int64_t k) { return select_words(n, k); }
 
-void take_topk(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-               OptionalSpan<const uint32_t> peaks, int64_t k, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
-               Span<uint32_t> scratch, Queue queue) {
+void take_topk(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, int64_t k,
+               Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const auto sample = [&](int64_t entry, float* to) { std::copy_n(residual.data + entry, kSampled, to); };
   select_largest(residual.size, k, scratch, queue.threads, sample,
                  [&](Shortlist& shortlist, int64_t begin, int64_t end, int32_t bar) {
-                   look_through({residual.data, residual.size}, peaks, begin, end, AboveBar{bar}, shortlist);
+                   look_through({residual.data, residual.size}, begin, end, AboveBar{bar}, shortlist);
                  });
   move_out(residual, ages, scratch.data, k, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(k);

@@ -2,10 +2,9 @@
 // launch each, or one in all. A take's blocks list what passes, and choose the largest where these are too many
 // (device_select.cuh); before that they may set thresholds, and then steer and pack.
 //
-// Bytes: 48 a layer for thresholds, 20 to steer. An entry of the bucket: 4.1, or 0.5 where peaks leave a tenth of the lines; 20
-// for one that passes; 12 more for each where they are too many, and 16 an entry of the bucket without a list. Predicted for 6
-// M entries of which 1 % pass, without peaks: 12 us to list, 6 meetings of 1.5 us, 10 us for 161 layers' thresholds, 6 us for
-// 60,000 taken ones: 37 us. Of 25 M: 90 us.
+// Bytes: 48 a layer for thresholds, 20 to steer. An entry of the bucket: 4.1; 20 for one that passes; 12 more for each where
+// they are too many, and 16 an entry of the bucket without a list. Predicted for 6 M entries of which 1 % pass: 12 us to list,
+// 6 meetings of 1.5 us, 10 us for 161 layers' thresholds, 6 us for 60,000 taken ones: 37 us. Of 25 M: 90 us.
 
 #include "../math.h"
 #include "../ops.h"
@@ -19,9 +18,8 @@ namespace {
 struct Passing {
   const int32_t* ends;
   const float* thresholds;
-  uint32_t low, high;               // the entries that are asked about belong to these layers
-  uint32_t threshold;               // of the low one
-  const uint32_t* peaks = nullptr;  // if given, what they hide does not pass
+  uint32_t low, high;  // the entries that are asked about belong to these layers
+  uint32_t threshold;  // of the low one
 
   // Mostly all entries belong to one layer, whose threshold is then at hand.
   __device__ __forceinline__ Passing over(uint32_t first, uint32_t last) const {
@@ -38,8 +36,7 @@ struct Passing {
   __device__ __forceinline__ uint32_t operator()(float x, uint32_t index) const {
     const uint32_t least = low == high ? threshold : magnitude_key(__ldcg(thresholds + layer_of(index)));
     const uint32_t key = magnitude_key(x);
-    const bool hidden = peaks != nullptr && low == high && peaks[index / kLine] <= threshold;
-    return key > least && !hidden ? key : 0;
+    return key > least ? key : 0;
   }
 
   // The first layer that ends behind the entry, which is never an empty one.
@@ -121,9 +118,8 @@ struct Rule {
 
 __global__ void __launch_bounds__(kSelecting)
     select_above(const __grid_constant__ ResidualReader reader, MovingHand hand, uint32_t n,
-                 const __grid_constant__ Passing passing, uint32_t capacity, const uint32_t* peaks,
-                 const __grid_constant__ Plan plan, const __grid_constant__ Rule rule, const __grid_constant__ Packing packing,
-                 uint32_t* ticket) {
+                 const __grid_constant__ Passing passing, uint32_t capacity, const __grid_constant__ Plan plan,
+                 const __grid_constant__ Rule rule, const __grid_constant__ Packing packing, uint32_t* ticket) {
   const Counted own = shared_digits();
   Meeting meeting = {ticket};
   plan.clear();
@@ -132,9 +128,7 @@ __global__ void __launch_bounds__(kSelecting)
   for_each_own_tile(plan, [&](uint32_t tile) {
     const uint32_t first = tile * kSelectTile, last = min(n - first, kSelectTile) - 1;
     const Passing its = passing.over(first, first + last);
-    const auto exceeds = [least = its.threshold](uint32_t key) { return key > least; };
-    const uint32_t lines = lines_of(its.low == its.high ? peaks : nullptr, n, tile, exceeds);
-    list_tile(reader, n, tile, lines, plan, [&](float x, uint32_t index) { return its(x, index) != 0; });
+    list_tile(reader, n, tile, plan, [&](float x, uint32_t index) { return its(x, index) != 0; });
   });
   meeting.wait();
   const uint32_t found = __ldcg(plan.found);
@@ -144,25 +138,21 @@ __global__ void __launch_bounds__(kSelecting)
   }
   const bool fits = found <= capacity;
   const Choice choice = {0, fits ? 0 : capacity, fits ? kAllDigits : 0};
-  Passing seen = passing;
-  seen.peaks = peaks;
-  choose_and_take(Sources<ResidualReader, Passing>{reader, seen, plan, n, found <= plan.longest_list}, hand, choice, own,
+  choose_and_take(Sources<ResidualReader, Passing>{reader, passing, plan, n, found <= plan.longest_list}, hand, choice, own,
                   meeting);
   pack_taken<kSelecting>(packing, found, meeting);
   meeting.end();
 }
 
-void select(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-            OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, const float* thresholds, Span<float> values,
-            Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, const Rule& rule, const Packing& packing,
-            uint32_t* ticket, Queue queue) {
+void select(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, Span<const int32_t> ends,
+            const float* thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch,
+            const Rule& rule, const Packing& packing, uint32_t* ticket, Queue queue) {
   const Plan plan(residual.size, values.size, scratch.data);
   const MovingHand hand = {residual.data, ages.data, values.data, indices.data, flag.data, header.data};
   const Passing passing = {ends.data, thresholds, 0, static_cast<uint32_t>(ends.size - 1), 0};
   const int64_t capacity = values.size < residual.size ? values.size : residual.size;
   LAUNCH_TOGETHER(select_above, plan.blocks(), kSelecting, queue, ResidualReader{residual.data}, hand,
-                  static_cast<uint32_t>(residual.size), passing, static_cast<uint32_t>(capacity), peaks.data, plan, rule,
-                  packing, ticket);
+                  static_cast<uint32_t>(residual.size), passing, static_cast<uint32_t>(capacity), plan, rule, packing, ticket);
 }
 
 }  // namespace
@@ -182,19 +172,18 @@ void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue qu
 // Behind the plan lies the ticket of a call that has no counters.
 int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, nullptr).words + 1; }
 
-void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                OptionalSpan<const uint32_t> peaks, Span<const int32_t> ends, Span<const float> thresholds, Span<float> values,
-                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, Span<const int32_t> ends,
+                Span<const float> thresholds, Span<float> values, Span<int32_t> indices, Span<int32_t> header,
+                Span<uint32_t> scratch, Queue queue) {
   uint32_t* const ticket = zeroed_ticket(scratch, take_above_scratch(residual.size, values.size), queue);
-  select(residual, ages, flag, peaks, ends, thresholds.data, values, indices, header, scratch, {}, {}, ticket, queue);
+  select(residual, ages, flag, ends, thresholds.data, values, indices, header, scratch, {}, {}, ticket, queue);
 }
 
-void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                   OptionalSpan<const uint32_t> peaks, const Bar& bar, const Taken& taken, Span<uint32_t> scratch,
-                   uint32_t* ticket, Queue queue) {
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, const Bar& bar,
+                   const Taken& taken, Span<uint32_t> scratch, uint32_t* ticket, Queue queue) {
   const Rule rule = {
       {bar.moments.data, bar.ends.data, bar.ends.size}, bar.lam.data, bar.thresholds.data, bar.pooled, bar.target};
-  select(residual, ages, flag, peaks, bar.ends, bar.thresholds.data, taken.values, taken.indices, taken.header, scratch, rule,
+  select(residual, ages, flag, bar.ends, bar.thresholds.data, taken.values, taken.indices, taken.header, scratch, rule,
          packing_of(residual, taken), ticket, queue);
 }
 

@@ -19,12 +19,10 @@ void write_header(OptionalSpan<const int32_t> flag, Span<int32_t> header, Queue 
 }
 
 // One launch each, of blocks that are resident together (topk.cu, above.cu).
-void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                   OptionalSpan<const uint32_t> peaks, int64_t k, const Taken& taken, Span<uint32_t> scratch, uint32_t* ticket,
-                   Queue queue);
-void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag,
-                   OptionalSpan<const uint32_t> peaks, const Bar& bar, const Taken& taken, Span<uint32_t> scratch,
-                   uint32_t* ticket, Queue queue);
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, int64_t k,
+                   const Taken& taken, Span<uint32_t> scratch, uint32_t* ticket, Queue queue);
+void take_and_pack(Span<float> residual, OptionalSpan<uint8_t> ages, OptionalSpan<const int32_t> flag, const Bar& bar,
+                   const Taken& taken, Span<uint32_t> scratch, uint32_t* ticket, Queue queue);
 
 // One launch each, whose last block settles (packed.cu, round.cu).
 void add_and_settle(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,

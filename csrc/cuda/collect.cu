@@ -1,11 +1,11 @@
 // Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, collect 8 (0.06 more with peaks). One launch each, for the whole bucket; collect
-// resets its flag by a memset. Moments leave a record of 24 bytes in scratch for each part, which one more launch joins.
+// Bytes an entry (f32 pieces): flatten 8, collect 8. One launch each, for the whole bucket; collect resets its flag by a
+// memset. Moments leave a record of 24 bytes in scratch for each part, which one more launch joins.
 
 #include "../math.h"
 #include "../ops.h"
-#include "block_peaks.cuh"
+#include "block_pieces.cuh"
 #include "block_records.cuh"
 #include "launch.cuh"
 
@@ -28,91 +28,72 @@ __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant_
   }
 }
 
-struct Collected {
-  float* flat;
-  uint32_t* peaks;
-};
-
 // Write a run of gradients, with 0 for an entry that is not finite. Returns true if there was one. kWhole: all four are there
 // and aligned.
 template <bool kWhole>
-__device__ __forceinline__ bool put(const Collected& to, int64_t entry, int count, Four& run) {
+__device__ __forceinline__ bool put(float* flat, int64_t entry, int count, Four& run) {
   bool refused = false;
   for (float& x : run.x) {
     const bool good = is_finite(x);
     refused |= !good;
     x = good ? within_largest(x) : 0.0f;
   }
-  store<kWhole>(to.flat + entry, count, run);
+  store<kWhole>(flat + entry, count, run);
   return refused;
 }
 
-// Write a whole tile, whose runs are all read before the first is used. Then call use(entry, runs). Returns true if an entry
-// was refused.
-template <class Use>
-__device__ __forceinline__ bool put_whole(const Pieces& grads, const Collected& to, int piece, int64_t tile, Use use) {
+// Write a whole tile, whose runs are all read before the first is used. Returns true if an entry was refused.
+__device__ __forceinline__ bool put_whole(const Pieces& grads, float* flat, int piece, int64_t tile, Four (&runs)[kRows]) {
   const int64_t entry = tile + threadIdx.x * 4;
-  Four runs[kRows];
   read_share(grads, piece, entry, runs);
   bool refused = false;
-  UNROLLED for (int i = 0; i < kRows; ++i) { refused |= put<true>(to, entry + i * kRow, 4, runs[i]); }
-  use(entry, runs);
+  UNROLLED for (int i = 0; i < kRows; ++i) { refused |= put<true>(flat, entry + i * kRow, 4, runs[i]); }
   return refused;
 }
 
 // Write a run of any piece. Returns true if an entry was refused.
-__device__ __forceinline__ bool put_run(const Pieces& grads, const Collected& to, int piece, int64_t entry, int count,
-                                        Four& run) {
+__device__ __forceinline__ bool put_run(const Pieces& grads, float* flat, int piece, int64_t entry, int count, Four& run) {
   run = read_piece(grads, piece, entry, count);
-  return put<false>(to, entry, count, run);
+  return put<false>(flat, entry, count, run);
 }
 
-__global__ void __launch_bounds__(kThreads) collect_tiles(const __grid_constant__ Pieces grads, Collected to, int32_t* flag) {
-  __shared__ uint32_t of_lines[kTile / kLine];
-  const BlockPeaks<kTile> peaks = {of_lines, to.peaks};
+__global__ void __launch_bounds__(kThreads) collect_tiles(const __grid_constant__ Pieces grads, float* flat, int32_t* flag) {
   bool refused = false;
-  const int piece = is_aligned(to.flat) ? only_piece(grads) : -1;
+  const int piece = is_aligned(flat) ? only_piece(grads) : -1;
   if (piece >= 0) {
-    refused =
-        put_whole(grads, to, piece, blockIdx.x * kTile, [&](int64_t entry, const auto& runs) { peaks.note(entry, runs); });
+    Four runs[kRows];
+    refused = put_whole(grads, flat, piece, blockIdx.x * kTile, runs);
   } else {
-    peaks.clear();
     for_each_run(grads, [&](int its, int64_t entry, int count) {
       Four run;
-      refused |= put_run(grads, to, its, entry, count, run);
+      refused |= put_run(grads, flat, its, entry, count, run);
     });
   }
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to.flat, grads.begin[grads.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    collect_and_measure_tiles(const __grid_constant__ Pieces grads, Collected to, int32_t* flag, MomentsRecord* records) {
-  __shared__ uint32_t of_lines[kMeasured / kLine];
-  const BlockPeaks<kMeasured> peaks = {of_lines, to.peaks};
-  const bool aligned = is_aligned(to.flat);
+    collect_and_measure_tiles(const __grid_constant__ Pieces grads, float* flat, int32_t* flag, MomentsRecord* records) {
+  const bool aligned = is_aligned(flat);
   bool refused = false;
-  peaks.clear();
   for_each_part<kMeasured>(grads, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_tile_of(
         grads, piece, begin, end, aligned,
         [&](int64_t tile) {
-          refused |= put_whole(grads, to, piece, tile, [&](int64_t entry, const auto& runs) {
-            include(mine, runs);
-            peaks.note(entry, runs);
-          });
+          Four runs[kRows];
+          refused |= put_whole(grads, flat, piece, tile, runs);
+          include(mine, runs);
         },
         [&](int64_t entry, int count) {
           Four run;
-          refused |= put_run(grads, to, piece, entry, count, run);
+          refused |= put_run(grads, flat, piece, entry, count, run);
           include(mine, run, count);
         });
     const Shifted<float> all = join_block<kThreads>(mine, Merge{});
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to.flat, grads.begin[grads.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -133,16 +114,17 @@ int64_t collect_scratch(int64_t n, int64_t pieces) {
 }
 
 void collect(const Pieces& grads, Span<float> flat, Span<int32_t> flag, OptionalSpan<double> moments,
-             OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, Queue queue) {
+             OptionalSpan<uint32_t> scratch, Queue queue) {
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
-  const Collected to = {flat.data, peaks.data};
   const int64_t n = flat.size;
   if (!moments.given() || grads.count == 0) {
-    if (n > 0) LAUNCH(collect_tiles, blocks_for(n, kTile), kThreads, 0, queue, grads, to, flag.data);
+    if (n > 0) LAUNCH(collect_tiles, blocks_for(n, kTile), kThreads, 0, queue, grads, flat.data, flag.data);
     return;
   }
   auto* const records = reinterpret_cast<MomentsRecord*>(scratch.data);
-  if (n > 0) LAUNCH(collect_and_measure_tiles, blocks_for(n, kMeasured), kThreads, 0, queue, grads, to, flag.data, records);
+  if (n > 0) {
+    LAUNCH(collect_and_measure_tiles, blocks_for(n, kMeasured), kThreads, 0, queue, grads, flat.data, flag.data, records);
+  }
   LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }
 

@@ -13,11 +13,10 @@ constexpr unsigned kSelecting = 128;
 #else
 constexpr unsigned kSelecting = 1024;
 #endif
-// Entries that a warp reads at once, in rows of a four for each lane; and their lines.
+// Entries that a warp reads at once, in rows of a four for each lane.
 constexpr uint32_t kSelectTile = 512, kSelectRow = 4 * kWarp;
 constexpr int kSelectRows = kSelectTile / kSelectRow;
 static_assert(kSelectRows == 4, "a word has a byte for each row");
-constexpr uint32_t kTileLines = kSelectTile / kLine, kRowLines = kSelectRow / kLine;
 
 // A key's digits, the first one of 11 bits, and the others of 10.
 constexpr int kFirstBits = 11, kNextBits = 10, kAllDigits = 3;
@@ -77,25 +76,15 @@ static __device__ __forceinline__ void for_each_own_tile(const Plan& plan, Use u
   for (uint32_t tile = plan.first_tile(blockIdx.x) + threadIdx.x / kWarp; tile < end; tile += kSelecting / kWarp) use(tile);
 }
 
-// Read the rows of a tile, this lane's four of each: the lines whose bit is set in `lines`, and zeros for the others.
+// Read the rows of a tile, this lane's four of each.
 template <class Reader>
-static __device__ __forceinline__ void read_rows(const Reader& reader, uint32_t n, uint32_t tile, uint32_t lines,
-                                                 Four (&rows)[kSelectRows]) {
+static __device__ __forceinline__ void read_rows(const Reader& reader, uint32_t n, uint32_t tile, Four (&rows)[kSelectRows]) {
   const uint32_t lane = threadIdx.x % kWarp;
   const bool whole = n - tile * kSelectTile >= kSelectTile && reader.is_aligned();
   UNROLLED for (int row = 0; row < kSelectRows; ++row) {
     const int64_t entry = int64_t{tile} * kSelectTile + row * kSelectRow + 4 * lane;
-    const bool wanted = lines >> (row * kRowLines + lane / kLineLanes) & 1;
-    rows[row] = !wanted ? Four{} : whole ? reader.read_whole(entry) : reader.read(entry, n - entry);
+    rows[row] = whole ? reader.read_whole(entry) : reader.read(entry, n - entry);
   }
-}
-
-// Return the bits of a tile's lines whose peak reaches() holds for; of all lines without peaks. All lanes must call this.
-template <class Reaches>
-static __device__ __forceinline__ uint32_t lines_of(const uint32_t* peaks, uint32_t n, uint32_t tile, Reaches reaches) {
-  if (peaks == nullptr) return kWholeWarp;
-  const uint32_t lane = threadIdx.x % kWarp, line = tile * kTileLines + lane;
-  return __ballot_sync(kWholeWarp, lane < kTileLines && line * kLine < n && reaches(peaks[line]));
 }
 
 // Give a tile a part of the list, for so many candidates. All lanes must call this.
@@ -117,21 +106,16 @@ static __device__ __forceinline__ void put_in_list(const Plan& plan, uint32_t pl
 
 // Put the entries of a tile for which passes(x, index) holds in the list, in index order.
 template <class Reader, class Passes>
-static __device__ __forceinline__ void list_tile(const Reader& reader, uint32_t n, uint32_t tile, uint32_t lines,
-                                                 const Plan& plan, Passes passes) {
-  if (lines == 0) {
-    begin_in_list(plan, tile, 0);
-    return;
-  }
+static __device__ __forceinline__ void list_tile(const Reader& reader, uint32_t n, uint32_t tile, const Plan& plan,
+                                                 Passes passes) {
   const uint32_t lane = threadIdx.x % kWarp, first = tile * kSelectTile + 4 * lane;
   uint32_t marks = 0, counts = 0;  // of each row a byte: its candidates are at most 128
   Four rows[kSelectRows];
-  read_rows(reader, n, tile, lines, rows);
+  read_rows(reader, n, tile, rows);
   UNROLLED for (int row = 0; row < kSelectRows; ++row) {
-    const bool wanted = lines >> (row * kRowLines + lane / kLineLanes) & 1;
     UNROLLED for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t index = first + row * kSelectRow + i;
-      if (wanted && index < n && passes(rows[row].x[i], index)) marks |= 1u << (4 * row + i);
+      if (index < n && passes(rows[row].x[i], index)) marks |= 1u << (4 * row + i);
     }
     counts += static_cast<uint32_t>(__popc(marks >> 4 * row & 0xf)) << row * 8;
   }

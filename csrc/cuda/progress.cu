@@ -1,16 +1,15 @@
 // Progress out of the weights and updates into them, on a GPU. A bucket's scattered weights are read and written where they
 // lie.
 //
-// Bytes an entry (f32 pieces): offer_progress 24 (2 more with ages, 0.06 with peaks), deliver_progress 12, and 12 more in
-// marked lines, or 16 where it wipes them: predicted 1 us more for 1 % of 25 M entries. One launch each, for the whole bucket;
-// offer_progress resets its flag by a memset. Moments leave a record of 24 bytes in scratch for each part, which one more
-// launch joins.
+// Bytes an entry (f32 pieces): offer_progress 24 (2 more with ages), deliver_progress 12, and 12 more in marked lines, or 16
+// where it wipes them: predicted 1 us more for 1 % of 25 M entries. One launch each, for the whole bucket; offer_progress
+// resets its flag by a memset. Moments leave a record of 24 bytes in scratch for each part, which one more launch joins.
 
 #include <type_traits>
 
 #include "../math_progress.h"
 #include "../ops.h"
-#include "block_peaks.cuh"
+#include "block_pieces.cuh"
 #include "block_records.cuh"
 #include "launch.cuh"
 
@@ -27,7 +26,6 @@ struct Offer {
   float* residual;
   uint8_t* ages;
   const float* shares;
-  uint32_t* peaks;
   Progress rule;
 };
 
@@ -96,23 +94,19 @@ __device__ __forceinline__ bool offer_whole(const Pieces& weights, const Offer& 
       refused |= runs[i].offer(to, shares, weights, piece, entry + i * kRow, 4, now[i]);
       offered[i] = runs[i].start;
     }
-    use(entry, offered);
+    use(offered);
   }
   return refused;
 }
 
 __global__ void __launch_bounds__(kThreads) offer_tiles(const __grid_constant__ Pieces weights, Offer to, int32_t* flag) {
-  __shared__ uint32_t of_lines[kTile / kLine];
   __shared__ float shares[2 * kAges];
-  const BlockPeaks<kTile> peaks = {of_lines, to.peaks};
   bool refused = false;
   copy_shares(to, shares);
   const int piece = is_aligned(to) ? only_piece(weights) : -1;
   if (piece >= 0) {
-    refused = offer_whole(weights, to, shares, piece, blockIdx.x * kTile,
-                          [&](int64_t entry, const auto& offered) { peaks.note(entry, offered); });
+    refused = offer_whole(weights, to, shares, piece, blockIdx.x * kTile, [](const auto&) {});
   } else {
-    peaks.clear();
     for_each_run(weights, [&](int its, int64_t entry, int count) {
       Run<false> run;
       run.read(to, entry, count);
@@ -121,27 +115,20 @@ __global__ void __launch_bounds__(kThreads) offer_tiles(const __grid_constant__ 
     });
   }
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to.start, weights.begin[weights.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)
     offer_and_measure_tiles(const __grid_constant__ Pieces weights, Offer to, int32_t* flag, MomentsRecord* records) {
-  __shared__ uint32_t of_lines[kMeasured / kLine];
   __shared__ float shares[2 * kAges];
-  const BlockPeaks<kMeasured> peaks = {of_lines, to.peaks};
   const bool aligned = is_aligned(to);
   bool refused = false;
   copy_shares(to, shares);
-  peaks.clear();
   for_each_part<kMeasured>(weights, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_tile_of(
         weights, piece, begin, end, aligned,
         [&](int64_t tile) {
-          refused |= offer_whole(weights, to, shares, piece, tile, [&](int64_t entry, const auto& offered) {
-            include(mine, offered);
-            peaks.note(entry, offered);
-          });
+          refused |= offer_whole(weights, to, shares, piece, tile, [&](const auto& offered) { include(mine, offered); });
         },
         [&](int64_t entry, int count) {
           Run<false> run;
@@ -154,7 +141,6 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
-  peaks.store(to.start, weights.begin[weights.count]);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -269,13 +255,12 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_tiles(const __grid_consta
 
 void offer_progress(const Pieces& weights, OptionalSpan<const float> decays, Span<float> start, Span<float> residual,
                     OptionalSpan<uint8_t> ages, Span<const float> shares, Span<int32_t> flag, OptionalSpan<double> moments,
-                    OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float factor, float of_residual,
-                    Queue queue) {
+                    OptionalSpan<uint32_t> scratch, float factor, float of_residual, Queue queue) {
   const bool measured = moments.given() && weights.count > 0;
   auto* const records = reinterpret_cast<MomentsRecord*>(scratch.data);
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
   const float* const decays_apart = factor != 1.0f ? decays.data : nullptr;
-  const Offer to = {decays_apart, start.data, residual.data, ages.data, shares.data, peaks.data, {factor, of_residual}};
+  const Offer to = {decays_apart, start.data, residual.data, ages.data, shares.data, {factor, of_residual}};
   if (start.size > 0 && measured) {
     LAUNCH(offer_and_measure_tiles, blocks_for(start.size, kMeasured), kThreads, 0, queue, weights, to, flag.data, records);
   } else if (start.size > 0) {

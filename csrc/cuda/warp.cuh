@@ -5,14 +5,10 @@
 
 #include <cstdint>
 
-#include "../span.h"
-
 namespace gradcomp::cuda {
 
 constexpr unsigned kWarp = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
-// Half a warp reads a line, four entries each lane.
-constexpr unsigned kLineLanes = kLine / 4;
 
 // Sum x over this lane and the lanes below it.
 static __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
@@ -22,13 +18,6 @@ static __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
     if (lane >= step) x += below;
   }
   return x;
-}
-
-// Return the peak of a line, of which each lane of half a warp has four keys.
-static __device__ __forceinline__ uint32_t peak_of_line(const uint32_t (&keys)[4]) {
-  uint32_t peak = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
-  for (int lanes = kLineLanes / 2; lanes > 0; lanes /= 2) peak = max(peak, __shfl_xor_sync(kWholeWarp, peak, lanes));
-  return peak;
 }
 
 // Find the first of low .. high for which precedes(i) does not hold. It holds for all before that one, for none after it, and

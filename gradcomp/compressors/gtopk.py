@@ -24,7 +24,7 @@ class GTopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True, selects=True, share_by_peaks=self.ratio)
+        return Traits(whole_model=True, selects=True)
 
     def ease(self, progress: float) -> GTopK:
         return replace(self, ratio=self.ratio**progress)

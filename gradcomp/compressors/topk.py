@@ -29,7 +29,7 @@ class TopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(selects=True, share_by_peaks=self.ratio)
+        return Traits(selects=True)
 
     def ease(self, progress: float) -> TopK:
         return replace(self, ratio=self.ratio**progress)

@@ -47,7 +47,7 @@ class ByHost(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        return replace(self.inner.traits, rates="unused", shares_residual=True, share_by_peaks=0.0)
+        return replace(self.inner.traits, rates="unused", shares_residual=True)
 
     def init(self, layout: Layout, seed: int) -> ShardState:
         return ShardState(layout, seed)
@@ -116,11 +116,9 @@ def _sum_in_host(acc: Acc, state: ShardState, position: Position) -> Requests[Ac
     for rank in sorted(received):
         total += received[rank]["values"]
     residual, flag = torch.empty_like(total), torch.zeros(1, dtype=torch.int32, device=total.device)
-    kernels.collect(
-        total.split(state.shard_layout.sizes), residual, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
-    )
+    kernels.collect(total.split(state.shard_layout.sizes), residual, flag, moments=state.moments, memory=acc.memory)
     flags = [flag, *(payload["flag"][:1] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
-    found = Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
+    found = Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments)
     if not number:
         return found
     numbers = torch.stack([total.new_tensor(number, dtype=torch.int32), *(each["flag"][1] for each in received.values())])
@@ -222,7 +220,6 @@ class ShardState:
         self.exchanges = 0  # since the inner state was made
         self.shard_layout = layout
         self.moments: Tensor | None = None
-        self.peaks: Tensor | None = None
 
     def move_to(self, inner: Compressor, position: Position) -> None:
         """Make the inner compressor's state if the position changed, and restore a saved state."""
@@ -233,7 +230,6 @@ class ShardState:
             if inner.traits.moments:
                 layers = len(self.shard_layout.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
-            self.peaks = kernels.peaks(self.length, self.layout.device, inner.traits.share_by_peaks, inner.traits.moments)
         self._restore(inner)
 
     def forget(self) -> None:

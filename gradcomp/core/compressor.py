@@ -89,7 +89,6 @@ class Acc:
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
-        peaks: The largest magnitude in each line of 64 entries, by which takes skip lines. None where that saves nothing.
         frozen: The spans of entries that this rank's frozen layers have. They are zeros.
         agreed: bool, False where ranks whose sum this is have frozen others; None: it is of one rank.
     """
@@ -100,7 +99,6 @@ class Acc:
     flag: Tensor | None = None
     moments: Tensor | None = None
     rates: tuple[float, ...] | None = None
-    peaks: Tensor | None = None
     frozen: tuple[tuple[int, int], ...] = ()
     agreed: Tensor | None = None
 
@@ -126,7 +124,6 @@ class Traits:
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.
         selects: It sends some entries in a step and leaves the others.
-        share_by_peaks: The part of the entries that it sends, if it finds them by their peaks; 0 if it does not.
         momentum: The momentum that it keeps itself.
         rates: It uses the learning rates if they are known, or it needs them.
         ends: It treats the model's first and last layers differently from the others.
@@ -143,7 +140,6 @@ class Traits:
     outermost: bool = False
     moments: bool = False
     selects: bool = False
-    share_by_peaks: float = 0.0
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False

@@ -120,10 +120,9 @@ class Bucket:
         feedback, found = self.feedback, self._statistics
         assert feedback is not None and found is not None
         grads = self._copied_and_cut(feedback, context) if feedback.clip else self.ordered_grads
-        flag, moments, peaks = found.flag, found.moments, found.peaks
-        kernels.collect(grads, self.flat, flag, moments=moments, peaks=peaks, memory=context.memory)
+        kernels.collect(grads, self.flat, found.flag, moments=found.moments, memory=context.memory)
         spans = self.layout.spans_of(frozen) if frozen else ()
-        return Acc(self.flat, context.memory, None, flag, moments, context.rates(self.layout), peaks, spans)
+        return Acc(self.flat, context.memory, None, found.flag, found.moments, context.rates(self.layout), spans)
 
     def _copied_and_cut(self, feedback: Feedback, context: StepContext) -> Sequence[Tensor]:
         """Copy the gradients, which are the user's, and cut the copies."""

@@ -99,7 +99,7 @@ class Codec(ABC):
         in the residual.
         """
         taken = self.allocate(acc, k)
-        kernels.take_topk(acc.residual, k, *taken.unpacked, ages, acc.flag, acc.peaks, acc.memory)
+        kernels.take_topk(acc.residual, k, *taken.unpacked, ages, acc.flag, acc.memory)
         return taken
 
     def take_above(self, acc: Acc, capacity: int, bar: kernels.Bar, ages: Tensor | None = None, packs: bool = False) -> Taken:
@@ -107,7 +107,7 @@ class Codec(ABC):
         kernels.set_thresholds(bar.moments, bar.ends, bar.lam, bar.thresholds, pooled=bar.pooled)
         taken = self.allocate(acc, capacity)
         layers = bar.ends, bar.thresholds
-        kernels.take_above(acc.residual, *layers, *taken.unpacked, ages, acc.flag, acc.peaks, acc.memory)
+        kernels.take_above(acc.residual, *layers, *taken.unpacked, ages, acc.flag, acc.memory)
         if bar.target is not None:
             kernels.steer(bar.lam, taken.unpacked.header, bar.target)
         return taken
@@ -174,14 +174,14 @@ class Compact(Codec):
         if not packs:
             return super().take(acc, k, ages)
         payload = payloads.empty(self.form(acc.residual.numel(), k), acc.residual.device)
-        kernels.take_topk_and_pack(acc.residual, k, payload.bytes, ages, acc.flag, acc.peaks, acc.memory)
+        kernels.take_topk_and_pack(acc.residual, k, payload.bytes, ages, acc.flag, acc.memory)
         return Taken(self, None, payload)
 
     def take_above(self, acc: Acc, capacity: int, bar: kernels.Bar, ages: Tensor | None = None, packs: bool = False) -> Taken:
         if not packs:
             return super().take_above(acc, capacity, bar, ages)
         payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
-        kernels.take_above_and_pack(acc.residual, bar, capacity, payload.bytes, ages, acc.flag, acc.peaks, acc.memory)
+        kernels.take_above_and_pack(acc.residual, bar, capacity, payload.bytes, ages, acc.flag, acc.memory)
         return Taken(self, None, payload)
 
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:

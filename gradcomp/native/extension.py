@@ -34,7 +34,7 @@ MOST_PIECES: int = native.most_pieces
 MOST_RANKS: int = native.most_ranks
 # Numbers of a layer's moments: mean, squared deviations, smallest, largest, and the number of entries that are not 0.
 MOMENTS: int = native.moments
-# Entries of a sparse update that share a mark, and of a residual that share a peak.
+# Entries of a sparse update that share a mark.
 LINE: int = native.line
 # The zeros in which a kernel counts on a GPU.
 COUNTERS: int = native.counters
@@ -44,8 +44,6 @@ TILE: int = native.tile
 SEARCH_BLOCK: int = native.search_block
 # The largest magnitude in a residual: a little below the largest float, so that rounding a sum of shares cannot overflow.
 LARGEST: float = native.largest
-# The peak of a line with unknown entries: infinity's key.
-UNKNOWN_PEAK = 0x7F800000
 
 BUILT_WITH_CUDA: bool = native.built_with_cuda
 # The CUDA of the kernels: 13000 is 13.0, and 0 means that there are none.

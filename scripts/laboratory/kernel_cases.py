@@ -118,11 +118,6 @@ def passes(arrays: Arrays) -> list[Case]:
     ]
 
 
-def take_reads(n: int, device: torch.device) -> int:
-    """Return the bytes an entry that top-k reads of a bucket of n entries: nearly none by peaks."""
-    return 4 if kernels.peaks(n, device, RATIO, measured=False) is None else 0
-
-
 def sparse(arrays: Arrays) -> list[Case]:
     """Return the kernels around top-k."""
     n, k, flag, memory = arrays.n, arrays.k, arrays.flag, arrays.memory
@@ -130,18 +125,17 @@ def sparse(arrays: Arrays) -> list[Case]:
     taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
     entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
-    peaks = kernels.peaks(n, arrays.device, RATIO, measured=False)
 
     def feedback(i: int) -> None:
-        kernels.collect(arrays.grads(i), plain, flag, peaks=peaks)
-        kernels.take_topk(plain, k, **payload, flag=flag, peaks=peaks, memory=memory)
+        kernels.collect(arrays.grads(i), plain, flag)
+        kernels.take_topk(plain, k, **payload, flag=flag, memory=memory)
 
     def only_take(i: int) -> None:
         kernels.take_topk(value, k, **taken, memory=memory)
 
     return [
         Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
-        Case(FEEDBACK, feedback, (8 + take_reads(n, arrays.device)) * n),
+        Case(FEEDBACK, feedback, 12 * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
         Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
         Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
@@ -157,12 +151,12 @@ def above(arrays: Arrays) -> list[Case]:
     kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=memory)
     packed["header"].copy_(entries["header"])
     value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
-    peaks, chosen = kernels.peaks(n, arrays.device), (ends, thresholds)
+    chosen = ends, thresholds
 
     def feedback(i: int) -> None:
-        kernels.collect(arrays.grads(i), value, flag, moments=moments, peaks=peaks, memory=memory)
+        kernels.collect(arrays.grads(i), value, flag, moments=moments, memory=memory)
         kernels.set_thresholds(moments, ends, lam, thresholds)
-        kernels.take_above(value, *chosen, **payload, flag=flag, peaks=peaks, memory=memory)
+        kernels.take_above(value, *chosen, **payload, flag=flag, memory=memory)
 
     def pack(i: int) -> None:
         COMPACT.write(packed, entries["values"], entries["indices"], target)
@@ -172,7 +166,7 @@ def above(arrays: Arrays) -> list[Case]:
 
     pack(0)
     return [
-        Case(SDAGC, feedback, 8 * n),
+        Case(SDAGC, feedback, 12 * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
         Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),
@@ -264,8 +258,8 @@ def steps(arrays: Arrays) -> list[Case]:
     shapes = {f"layer{i}": (size,) for i, size in enumerate(arrays.sizes)}
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
-        (SIMULATED, f"topk:ratio={RATIO}", (36 + take_reads(max(arrays.sizes), arrays.device)) * arrays.n),
-        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", 36 * arrays.n),
+        (SIMULATED, f"topk:ratio={RATIO}", 40 * arrays.n),
+        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", 40 * arrays.n),
         (BLOCKS_SIMULATED, "blocks", None),
         ("Simulation step, dense", "dense", None),
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradcomp.native.kernels.gradients import LEAST_BY_PEAKS
 from laboratory import kernel_cases as c
 
 
@@ -50,12 +49,11 @@ FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
 COLLECT, MEASURE = Kernel(8), Kernel(8, 3.0)
 # The simulated steps of the records added gradients to a residual in one pass.
 ADD, ADD_AND_MEASURE = Kernel(12), Kernel(12, 3.0)
-# take_topk reads all entries, then peaks and a tenth of the lines; behind collect, in a large bucket, the latter twice.
-# take_above reads all, or the latter behind collect, and then the bits of all.
-DIGITS, CANDIDATES, PEAKS = Kernel(4.06, 1.9), Kernel(0.5, 0.55), Kernel(0.06, 0.03)
+# In the records take_topk read all entries, then a tenth of the lines, whose peaks it had noted; it reads all twice now.
+# take_above read all, or behind collect, which noted peaks, a tenth of the lines; it reads all now. Then the bits of all.
+DIGITS, CANDIDATES = Kernel(4.06, 1.9), Kernel(0.5, 0.55)
 MARK, MARK_BY_PEAKS, LIST = Kernel(4.13, 1.0), Kernel(0.6, 0.55), Kernel(0.13)
-TAKE, TAKE_BY_PEAKS = (DIGITS, CANDIDATES), (PEAKS, CANDIDATES, CANDIDATES)
-TAKE_ABOVE, TAKE_MEASURED = (MARK, LIST), (MARK_BY_PEAKS, LIST)
+TAKE, TAKE_ABOVE, TAKE_MEASURED = (DIGITS, CANDIDATES), (MARK, LIST), (MARK_BY_PEAKS, LIST)
 # Five rows: a sketch reads 20 bytes an entry from the second cache. The estimates are those of a sample, then marks of all
 # entries, then the list.
 SKETCH, ESTIMATES = Kernel(4, 4.5), (Kernel(0, 0.3), Kernel(0.13, 2.2), Kernel(0.13, 1.2))
@@ -110,11 +108,7 @@ COSTS = {
     "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
 }
 
-# The same of one large bucket.
-BY_PEAKS = {c.FEEDBACK: Cost((COLLECT, *TAKE_BY_PEAKS), 9)}
-
 
 def milliseconds(n: int, name: str) -> dict[str, float]:
     """Predict the milliseconds of every case on n entries of a GPU, by the name that torch gives it. Empty if it is unknown."""
-    costs = COSTS | (BY_PEAKS if n >= LEAST_BY_PEAKS else {})
-    return {case: 1000 * cost.seconds(n, gpu) for gpu in GPUS if gpu.name in name for case, cost in costs.items()}
+    return {case: 1000 * cost.seconds(n, gpu) for gpu in GPUS if gpu.name in name for case, cost in COSTS.items()}

@@ -152,13 +152,12 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
 
 
 REFUSED, RATES = "refused", "unused"
-TRAITS: dict[str, list[Any]] = {"momentum": [0.5], "rates": ["used", "needed"], "share_by_peaks": [0.01]}
+TRAITS: dict[str, list[Any]] = {"momentum": [0.5], "rates": ["used", "needed"]}
 # The traits that a wrapper does not copy. Feedback becomes outermost as well.
 AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     (ByHost, "rates", "needed"): REFUSED,
     (ByHost, "rates", "used"): RATES,
     (ByHost, "ends", True): REFUSED,
-    (ByHost, "share_by_peaks", 0.01): 0.0,  # its inner compressor takes from shards
     **{(kind, "outermost", True): REFUSED for kind in wrappers()},
 }
 

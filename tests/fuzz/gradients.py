@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from fuzz.call import Made, expect, maker
-from fuzz.drawn import Content, Draw, Lent, keys, same
+from fuzz.drawn import Content, Draw, Lent, same
 
 from gradcomp.native import extension
 
@@ -27,12 +27,6 @@ def within(x: Content) -> Content:
 
 def lines(n: int) -> int:
     return -(-n // LINE)
-
-
-def peaks_of(x: Content) -> Content:
-    padded = np.zeros(lines(len(x)) * LINE, np.int32)
-    padded[: len(x)] = keys(x)
-    return padded.reshape(-1, LINE).max(axis=1).astype(np.uint32)
 
 
 def finite(x: Any) -> Any:
@@ -69,20 +63,18 @@ def collect(draw: Draw) -> Made:
     measured = draw.likely(0.4)
     moments = draw.garbage(len(grads) * extension.MOMENTS, "float64") if measured else None
     words = extension.native.collect_scratch(False, n, len(grads))
-    peaks, flag = draw.maybe(draw.garbage(lines(n), "uint32")), draw.garbage(1, "int32")
+    flag = draw.garbage(1, "int32")
 
     def check() -> None:
         g = joined(grads)
         good = finite(g)
         expect(same(flat.now, within(np.where(good, g, f32(0)))), "flat is wrong")
         expect(flag.now[0] == (not good.all()), "flag is wrong")
-        if peaks is not None:
-            expect(same(peaks.now.view(np.uint32), peaks_of(flat.now)), "peaks are wrong")
         if moments is not None:
             check_moments(moments.now, grads, flat.now)
 
     scratch = draw.garbage(words, "uint32") if measured or draw.likely(0.2) else None
-    return {"grads": grads, "flat": flat, "flag": flag, "moments": moments, "peaks": peaks, "scratch": scratch}, check
+    return {"grads": grads, "flat": flat, "flag": flag, "moments": moments, "scratch": scratch}, check
 
 
 def check_moments(moments: Content, pieces: list[Lent], of: Content) -> None:

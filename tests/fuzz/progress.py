@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fuzz.call import Made, expect, maker
 from fuzz.drawn import Content, Draw, Lent, same
-from fuzz.gradients import LINE, cast, check_moments, check_wiped, f32, finite, joined, lines, now, peaks_of, within
+from fuzz.gradients import LINE, cast, check_moments, check_wiped, f32, finite, joined, lines, now, within
 
 from gradcomp.native import extension
 
@@ -48,7 +48,6 @@ def offer_progress(draw: Draw) -> Made:
     flag, measured = draw.garbage(1, "int32"), draw.likely(0.4)
     moments = draw.garbage(len(weights) * extension.MOMENTS, "float64") if measured else None
     words = extension.native.collect_scratch(False, n, len(weights))
-    peaks = draw.maybe(draw.garbage(lines(n), "uint32"))
     factor, of_residual = f32(draw.choice((1, 1, draw.factor()))), f32(draw.choice((1, 1, 0, 0.5)))
     arrays = {
         "weights": weights,
@@ -59,7 +58,6 @@ def offer_progress(draw: Draw) -> Made:
         "shares": share,
         "flag": flag,
         "moments": moments,
-        "peaks": peaks,
         "scratch": draw.garbage(words, "uint32") if measured or draw.likely(0.2) else None,
     }
 
@@ -81,8 +79,6 @@ def offer_progress(draw: Draw) -> Made:
         for each in weights:
             expect(same(now(each), cast(start.was[at : at + len(each)], each)), "a weight is not its start")
             at += len(each)
-        if peaks is not None:
-            expect(same(peaks.now.view(np.uint32), peaks_of(start.now)), "peaks are wrong")
         if moments is not None:
             check_moments(moments.now, weights, start.now)
 

@@ -9,7 +9,7 @@ import reference
 import torch
 from fuzz.call import Made, expect, maker
 from fuzz.drawn import Content, Draw, Lent, keys, same
-from fuzz.gradients import finite, lines, peaks_of
+from fuzz.gradients import finite, lines
 
 from gradcomp.native import extension, kernels
 
@@ -17,15 +17,12 @@ f32 = np.float32
 BLOCK = kernels.BLOCK
 
 
-def selection(draw: Draw) -> tuple[dict[str, Any], bool]:
-    """Make the common arguments of both takes, and tell whether the peaks, if any, are the residual's."""
+def selection(draw: Draw) -> dict[str, Any]:
+    """Make the common arguments of both takes."""
     n = draw.size(1)
     residual = draw.lend(draw.floats(n))
     ages = draw.maybe(draw.lend(draw.words(n, "uint8")))
-    sound = draw.likely(0.85)
-    peaks = draw.maybe(draw.lend(peaks_of(residual.was) if sound else draw.words(lines(n), "uint32"), "uint32"))
-    values = {"residual": residual, "ages": ages, "flag": draw.maybe(draw.flag()), "peaks": peaks}
-    return values, sound or peaks is None
+    return {"residual": residual, "ages": ages, "flag": draw.maybe(draw.flag())}
 
 
 def check_taken(values: dict[str, Any], wanted: Content | None, passed: int) -> None:
@@ -54,7 +51,7 @@ def largest(entries: Content, places: Content, k: int) -> Content:
 
 @maker
 def take_topk(draw: Draw) -> Made:
-    values, sound = selection(draw)
+    values = selection(draw)
     n = len(values["residual"])
     k = draw.choice((1, n, draw.randrange(n) + 1, draw.randrange(n) % 20 + 1))
     words = extension.native.take_topk_scratch(False, n, k) + draw.choice((0, 0, 1, 1000))
@@ -64,14 +61,14 @@ def take_topk(draw: Draw) -> Made:
 
     def check() -> None:
         x = values["residual"].was
-        check_taken(values, largest(x, np.arange(n), k) if sound else None, k)
+        check_taken(values, largest(x, np.arange(n), k), k)
 
     return values, check
 
 
 @maker
 def take_above(draw: Draw) -> Made:
-    values, sound = selection(draw)
+    values = selection(draw)
     n, x = len(values["residual"]), values["residual"].was
     ends, legal = layout(draw, n)
     space = draw.choice((1, n, n + 5, draw.randrange(n) + 1, draw.randrange(n) % 20 + 1))
@@ -86,7 +83,7 @@ def take_above(draw: Draw) -> Made:
         layer = np.minimum(np.searchsorted(ends.was, np.arange(n), side="right"), len(ends) - 1)
         passing = np.flatnonzero(keys(x) > keys(thresholds)[layer])
         wanted = largest(x[passing], passing, space)
-        check_taken(values, wanted if legal and sound else None, len(passing))
+        check_taken(values, wanted if legal else None, len(passing))
 
     return values, check
 

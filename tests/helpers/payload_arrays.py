@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradcomp.exchanges.rounded import GroupPartition
-from gradcomp.native import extension
 
 Arrays = dict[str, Tensor]
 CPU = torch.device("cpu")
@@ -18,11 +16,6 @@ CPU = torch.device("cpu")
 def flag_on(device: torch.device, value: int = 0) -> Tensor:
     """Make a flag."""
     return torch.tensor([value], dtype=torch.int32, device=device)
-
-
-def peaks_of(x: Tensor) -> Tensor:
-    """Return the key of the largest magnitude in each line."""
-    return functional.pad(x.abs().view(torch.int32), (0, -x.numel() % extension.LINE)).view(-1, extension.LINE).amax(1)
 
 
 def to_take(k: int, device: torch.device = CPU) -> Arrays:

@@ -78,15 +78,12 @@ REFUSED: list[tuple[Callable[[Arrays], Any], str]] = [
     (collect(FOUR, lambda a: a.f(4, 2)[:, 0]), "flat is not contiguous"),
     (collect(lambda a: [a.f(2, 2).t()], FLOATS), r"grads\[0\] is not contiguous"),
     (collect(FOUR, lambda a: a.f(5)), "grads have 4 entries in all, but flat has 5"),
-    (collect(FOUR, FLOATS, peaks=lambda a: a.i(2)), "peaks has 2 entries, but needs 1"),
     (collect(FOUR, FLOATS, 0), "flag has 0 entries, but needs at least 1"),
     (collect(FOUR, lambda a: [1.0, 2.0]), "collect: flat must be an array of torch, NumPy or CuPy, not .*list"),
     *((take_topk(k), rf"k={k} must be in \[1, 4\], the number of entries of residual") for k in (0, -1, 5)),
     *(
         (
-            lambda a, k=k: extension.native.take_topk(
-                a.f(10), None, None, None, k, a.f(1), a.i(1), a.i(2), a.i(10**5), threads=1
-            ),
+            lambda a, k=k: extension.native.take_topk(a.f(10), None, None, k, a.f(1), a.i(1), a.i(2), a.i(10**5), threads=1),
             r"take_topk: k=.* must be a whole number",
         )
         for k in (None, 1.5, 2**63, [1])
@@ -154,15 +151,14 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
-        peaks = kernels.peaks(n, g.device)
         words = torch.empty(extension.native.collect_scratch(False, n, 1), dtype=torch.int32)
-        extension.native.collect([g], residual, flag, moments, peaks, words, threads=count)
-        extension.native.take_topk(residual, ages, flag, peaks, k, *payload, scratch, threads=count)
+        extension.native.collect([g], residual, flag, moments, words, threads=count)
+        extension.native.take_topk(residual, ages, flag, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
-        extension.native.take_above(residual, ages, flag, peaks, *layers, *above, scratch, threads=count)
-        results.append((residual, ages, moments, peaks, *payload, *above))
+        extension.native.take_above(residual, ages, flag, *layers, *above, scratch, threads=count)
+        results.append((residual, ages, moments, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -48,7 +48,7 @@ def launches(sizes: list[int]) -> list[tuple[slice, slice]]:
 
 
 def test_more_weights_than_one_launch_takes_are_offered_as_one_would_be(device: torch.device) -> None:
-    """To the bit as in calls of their own, but for the flag and the peaks, which are of all."""
+    """To the bit as in calls of their own, but for the flag, which is of all."""
     count = 2 * extension.MOST_PIECES + 3
     sizes = [1 + i % 7 for i in range(count)]
     weights, start, before = a_step(sizes, torch.float32, device)
@@ -61,13 +61,12 @@ def test_more_weights_than_one_launch_takes_are_offered_as_one_would_be(device: 
         moved = [weight.clone() for weight in weights[part]]
         kernels.offer_progress(moved, *own, shares, flag_on(device), decays=decays[part].clone(), factor=0.5)
         apart.append(own)
-    peaks = torch.zeros(-(-n // LINE), dtype=torch.int32, device=device)
     moments, flag = torch.zeros(count, 5, dtype=torch.float64, device=device), flag_on(device)
-    options = {"decays": decays, "factor": 0.5, "moments": moments, "peaks": peaks}
+    options = {"decays": decays, "factor": 0.5, "moments": moments}
     kernels.offer_progress(weights, start, residual, ages, shares, flag, **options)
     for found, parts in zip((start, residual, ages), zip(*apart, strict=True), strict=True):
         assert reference.same(found, torch.cat(parts))
-    assert all_same(weights, before) and flag.item() == 1 and (peaks == extension.UNKNOWN_PEAK).all()
+    assert all_same(weights, before) and flag.item() == 1
     ends = torch.tensor([[part.min(), part.max()] for part in start.split(sizes)], dtype=torch.float64)
     assert torch.equal(moments[:, 2:4].cpu(), ends)
 

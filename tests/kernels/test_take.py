@@ -8,28 +8,23 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from payload_arrays import flag_on, peaks_of, to_take
+from payload_arrays import to_take
 from torch import Tensor
 
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import COMPACT
-from gradcomp.native import extension, kernels
-from gradcomp.native.kernels import gradients as gradients_of
+from gradcomp.native import kernels
 
 
 def check_topk(before: Tensor, k: int) -> None:
-    """Take with no peaks, with those of the entries, with unknown ones, and with some that are too large."""
-    wanted, exact = reference.topk(before, k), peaks_of(before)
-    larger = torch.where(torch.arange(len(exact), device=before.device) % 5 == 0, exact.roll(1).maximum(exact), exact)
-    left = before.clone()
+    wanted, left = reference.topk(before, k), before.clone()
     left[wanted] = 0
-    for peaks in (None, exact, kernels.peaks(len(before), before.device), larger):
-        residual, taken = before.clone(), to_take(k, before.device)
-        kernels.take_topk(residual, k, **taken, peaks=peaks)
-        assert torch.equal(taken["indices"].long(), wanted)
-        assert reference.same(taken["values"], before[wanted])
-        assert taken["header"].tolist() == [k, 0]
-        assert reference.same(residual, left)
+    residual, taken = before.clone(), to_take(k, before.device)
+    kernels.take_topk(residual, k, **taken)
+    assert torch.equal(taken["indices"].long(), wanted)
+    assert reference.same(taken["values"], before[wanted])
+    assert taken["header"].tolist() == [k, 0]
+    assert reference.same(residual, left)
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
@@ -50,18 +45,6 @@ def test_topk_in_clusters(device: torch.device) -> None:
     check_topk(residual[:40_000], 90)
 
 
-def test_topk_of_lines_that_have_become_small(device: torch.device) -> None:
-    """Their peaks are those of before: fewer than k entries reach the k-th peak."""
-    residual = torch.randn(40_000, device=device)
-    residual[20_000:] *= 10
-    peaks = peaks_of(residual)
-    residual[20_000:] = 0
-    for k in (1, 50, 120):
-        taken, wanted = to_take(k, device), reference.topk(residual, k)
-        kernels.take_topk(residual.clone(), k, **taken, peaks=peaks)
-        assert torch.equal(taken["indices"].long(), wanted)
-
-
 @pytest.mark.parametrize("n, count, steps", gradients.CLOSE)
 def test_topk_of_close_entries(device: torch.device, n: int, count: int, steps: int) -> None:
     check_topk(gradients.close(n, count, steps).to(device), count // 2)
@@ -72,15 +55,6 @@ def test_topk_of_few_among_zeros(device: torch.device) -> None:
     residual = torch.zeros(50_000, device=device)
     residual[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
     check_topk(residual, 50)
-
-
-def test_a_gpu_makes_peaks_where_a_take_gains_by_them() -> None:
-    gpu, cpu, least, most = torch.device("meta"), torch.device("cpu"), gradients_of.LEAST_BY_PEAKS, gradients_of.MOST_BY_PEAKS
-    assert kernels.peaks(least, gpu, most, measured=False) is not None
-    assert kernels.peaks(least - 1, gpu, most, measured=False) is None
-    assert kernels.peaks(least, gpu, 1.01 * most, measured=False) is None
-    assert kernels.peaks(64, gpu, 0.5) is not None and kernels.peaks(64, cpu, 0.5, measured=False) is not None
-    assert kernels.peaks(64, cpu, 0.0) is None
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -138,14 +112,3 @@ def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n:
     kernels.settle_all(residual, all_of_it)
     assert not residual.any()
     assert torch.equal(residual + all_of_it, before)
-
-
-def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> None:
-    grads = [torch.randn(100) for _ in range(extension.MOST_PIECES + 1)]
-    residual = torch.zeros(100 * len(grads))
-    peaks = kernels.peaks(len(residual), residual.device)
-    kernels.collect(grads, residual, flag_on(residual.device), peaks=peaks)
-    assert (peaks == extension.UNKNOWN_PEAK).all()
-    wanted, taken = reference.topk(residual, 77), to_take(77)
-    kernels.take_topk(residual, 77, **taken, peaks=peaks)
-    assert torch.equal(taken["indices"].long(), wanted)

@@ -31,49 +31,6 @@ def test_a_size_of_scratch_never_overflows(kernel: str) -> None:
             assert getattr(extension.native, f"{kernel}_scratch")(False, n, other) >= 0
 
 
-WRONG = {
-    "zeros": lambda lines: torch.zeros(lines),
-    "the largest": lambda lines: torch.full((lines,), -1),
-    "of a sign": lambda lines: torch.full((lines,), -(2**31)),
-    "large in some lines": lambda lines: torch.where(torch.arange(lines) % 7 == 0, 0x7F7F0000, 0x3F000000),
-    "any": lambda lines: torch.randint(-(2**31), 2**31, (lines,)),
-    "near": lambda lines: torch.randn(lines).abs().view(torch.int32),
-}
-
-
-@pytest.mark.parametrize("n,k", [(100, 100), (20_000, 10), (20_000, 78), (20_000, 3000), (2000, 7), (2000, 1999)])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_peaks_never_make_a_take_of_k_come_short(wrong: str, n: int, k: int, device: torch.device) -> None:
-    """They may cost it entries of the largest magnitude, but each of the k is an entry."""
-    before = torch.randn(n, device=device)
-    residual, values = before.clone(), torch.full((k + 64,), 7.0, device=device)
-    header, indices = torch.empty(2, dtype=torch.int32, device=device), torch.full((k + 64,), -1, device=device).int()
-    peaks = WRONG[wrong](-(-n // extension.LINE)).to(torch.int32).to(device)
-    kernels.take_topk(residual, k, values[:k], indices[:k], header, peaks=peaks)
-    assert (values[k:] == 7).all() and (indices[k:] == -1).all()
-    values, indices = values[:k], indices[:k]
-    assert indices.min() >= 0 and indices.max() < n and len(indices.unique()) == k
-    assert torch.equal(values, before[indices.long()]) and (residual[indices.long()] == 0).all()
-
-
-def test_peaks_that_promise_too_much_overfill_no_list(device: torch.device) -> None:
-    """A quarter of the lines promises the k entries. The list has room for four times k, and all lines are alike."""
-    lines, k = 5000, 1024
-    n = lines * extension.LINE
-    before = torch.randn(n, device=device)
-    peaks = torch.full((lines,), 0x40800000, dtype=torch.int32, device=device)
-    peaks[: lines // 4] = extension.UNKNOWN_PEAK
-    words = extension.native.take_topk_scratch(device.type == "cuda", n, k)
-    scratch = torch.full((words + 3 * n,), 7, dtype=torch.int32, device=device)
-    values, header = torch.empty(k, device=device), torch.empty(2, dtype=torch.int32, device=device)
-    indices = torch.full((k,), -1, dtype=torch.int32, device=device)
-    residual = before.clone()
-    arrays = (residual, None, None, peaks, k, values, indices, header, scratch[:words])
-    extension.native.take_topk(*arrays, **extension.queue(residual))
-    assert (scratch[words:] == 7).all() and len(indices.unique()) == k
-    assert torch.equal(values, before[indices.long()]) and (residual[indices.long()] == 0).all()
-
-
 @pytest.mark.parametrize("ends", [[100, 10, 300], [-300, 300], [250, -(2**31), 2**31 - 1], [300, 0, 0, -1]])
 def test_no_ends_of_layers_take_an_entry_twice_or_from_elsewhere(ends: list[int], device: torch.device) -> None:
     n = 300

@@ -95,10 +95,6 @@ KERNEL_FAULTS: Table = {
             ),
         },
         ("test_take.py",): {
-            "peaks that are too small are trusted: fewer than k entries are taken": (
-                "listed = __ldcg(plan.found) == reach;",
-                "",
-            ),
             "a list is longer than its room": ("bool listed = reach <= plan.longest_list;", "bool listed = true;"),
             "tie broken the other way on a GPU: equals beyond the quota are taken": (
                 "is_equal && its_equal < quota",

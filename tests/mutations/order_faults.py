@@ -15,7 +15,6 @@ CONTROL = ("for", "if", "while")
 TESTS = {
     "block.cuh": ("test_take.py", "test_above.py", "test_packed.py"),
     "block_moments.cuh": ("test_above.py", "test_gradients.py"),
-    "block_peaks.cuh": ("test_above.py", "test_progress.py"),
     "block_records.cuh": ("test_above.py", "test_gradients.py"),
     "above.cu": ("test_above.py",),
     "device_pack.cuh": ("test_packed.py", "test_take.py", "test_above.py"),

@@ -54,7 +54,7 @@ def test_every_kernel_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert named[kernel]["ms"]["low"] > 0
     assert named[cases.ADD]["ratio_to_add"]["median"] == 1
     assert named[cases.COPY]["share_of_copy"] == 1
-    assert named[cases.FEEDBACK]["bytes"] == 8 * 20_000
+    assert named[cases.FEEDBACK]["bytes"] == 12 * 20_000
     assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
     assert str(tmp_path) not in out.read_text()
     text = capsys.readouterr().out

@@ -40,7 +40,7 @@ class StepRule:
 class Statistics:
     """What kernels find out about the entries that a compressor takes from.
 
-    flag: int32[1], not 0 where an entry was not finite. moments, peaks: see Acc; None where the compressor reads none.
+    flag: int32[1], not 0 where an entry was not finite. moments: see Acc; None where the compressor reads none.
     """
 
     def __init__(self, layout: Layout, traits: Traits):
@@ -48,7 +48,6 @@ class Statistics:
         self.moments: Tensor | None = None
         if traits.moments:
             self.moments = torch.zeros(len(layout.names), MOMENTS, dtype=torch.float64, device=layout.device)
-        self.peaks = kernels.peaks(layout.total, layout.device, traits.share_by_peaks, traits.moments)
 
 
 class Share(NamedTuple):
@@ -217,12 +216,11 @@ class Progress:
             factor=factor,
             residual_factor=self.decay,
             moments=found.moments,
-            peaks=found.peaks,
             memory=context.memory,
         )
         spans = self.layout.spans_of(frozen) if frozen else ()
         rates = context.rates(self.layout) if context.uses_rates else None
-        return Acc(self.start, context.memory, self.ages, found.flag, found.moments, rates, found.peaks, spans)
+        return Acc(self.start, context.memory, self.ages, found.flag, found.moments, rates, spans)
 
     def deliver(self, update: Update, scale: float) -> None:
         """Move the weights by scale times the mean update, and return the rest of the offer to the residual."""

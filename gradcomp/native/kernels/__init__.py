@@ -15,7 +15,6 @@ from gradcomp.native.kernels.gradients import (
     collect,
     flatten,
     offer_all,
-    peaks,
     scratch_of_squares,
     settle_all,
     spread,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, queue, scratch_words
+from gradcomp.native.extension import MOST_PIECES, Array, queue, scratch_words
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.memory import Memory
 
@@ -44,31 +44,21 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
         extension.native.sum_squares(part, part_of(squares, layers), scratch, **queue(squares))
 
 
-# On a GPU, a take of the largest is faster by peaks from so many entries on, if it sends at most this part of them: most lines
-# then have none of these. Estimated, not measured.
-LEAST_BY_PEAKS, MOST_BY_PEAKS = 1 << 23, 1 / 256
-
-
 def collect(
     grads: Sequence[Array],
     flat: Array,
     flag: Array,
     *,
     moments: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Copy the gradients into flat, as flatten() does, with 0 for entries that are not finite.
 
     flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer.
-    peaks: the result of peaks(); becomes each line's largest magnitude, by which a take skips lines.
     """
     memory = memory or Memory()
     chunks = chunks_of(grads)
-    if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
-        peaks[:] = UNKNOWN_PEAK
-        peaks = None
     flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), flat)
     for i, (part, layers, place) in enumerate(chunks):
         to = part_of(flat, place)
@@ -77,24 +67,11 @@ def collect(
             to,
             flag if len(chunks) == 1 else flags[i : i + 1],
             part_of(moments, layers),
-            peaks,
             None if moments is None else lend_scratch(to.numel(), part, flat, memory),
             **queue(flat),
         )
     if len(chunks) > 1:
         flag[:] = flags.max()
-
-
-def peaks(n: int, device: torch.device, share: float = 1.0, measured: bool = True) -> Tensor | None:
-    """Make the peaks of n entries, which collect fills and takes read. Return None where no take gains by them.
-
-    share: the part of the entries that a take sends; 0: no take reads peaks. measured: takes are those above thresholds, which
-    always gain; on a GPU, those of the largest gain in large buckets, if they send few.
-    """
-    rarely = n >= LEAST_BY_PEAKS and share <= MOST_BY_PEAKS
-    if share == 0 or not (measured or rarely or device.type == "cpu"):
-        return None
-    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32, device=device)
 
 
 def spread(

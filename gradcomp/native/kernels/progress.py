@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcomp.native import extension
-from gradcomp.native.extension import MOST_PIECES, UNKNOWN_PEAK, Array, queue
+from gradcomp.native.extension import MOST_PIECES, Array, queue
 from gradcomp.native.kernels.pieces import chunks_of, lend_scratch, part_of
 from gradcomp.native.memory import Memory
 
@@ -22,7 +22,6 @@ def offer_progress(
     factor: float = 1.0,
     residual_factor: float = 1.0,
     moments: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Offer the progress from start to the weights, and return the weights to their start.
@@ -35,16 +34,14 @@ def offer_progress(
     one that was sent in the step before. None: every entry's age is 1.
     shares: float32[512]. decays: float32, of each piece; decays * start is the part of its progress that factor leaves alone.
     flag: becomes 1 if an entry's progress was not finite, which counts as 0; otherwise 0.
-    moments, peaks: become those of the offered entries, see collect().
+    moments: become those of the offered entries, see collect().
     """
     if len(weights) <= MOST_PIECES:
         scratch = None if moments is None else lend_scratch(start.numel(), weights, residual, memory or Memory())
-        arrays = (weights, decays, start, residual, ages, shares, flag, moments, peaks, scratch)
+        arrays = (weights, decays, start, residual, ages, shares, flag, moments, scratch)
         extension.native.offer_progress(*arrays, factor, residual_factor, **queue(residual))
         return
     memory = memory or Memory()
-    if peaks is not None:  # chunks do not end where lines do
-        peaks[:] = UNKNOWN_PEAK
     chunks = chunks_of(weights)
     flags = memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
@@ -58,7 +55,6 @@ def offer_progress(
             shares,
             flags[i : i + 1],
             part_of(moments, layers),
-            None,
             None if moments is None else lend_scratch(flat.numel(), part, residual, memory),
             factor,
             residual_factor,

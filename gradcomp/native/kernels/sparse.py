@@ -29,7 +29,6 @@ def take_topk(
     header: Array,
     ages: Array | None = None,
     flag: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the k entries of largest magnitude out of the residual, in index order, ties to the lower index.
@@ -38,7 +37,7 @@ def take_topk(
     """
     words = scratch_words(extension.native, "take_topk", residual.is_cuda, residual.numel(), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
-    extension.native.take_topk(residual, ages, flag, peaks, k, values, indices, header, scratch, **queue(residual))
+    extension.native.take_topk(residual, ages, flag, k, values, indices, header, scratch, **queue(residual))
 
 
 def take_above(
@@ -50,7 +49,6 @@ def take_above(
     header: Array,
     ages: Array | None = None,
     flag: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the entries whose magnitude exceeds their layer's threshold out of the residual, in index order.
@@ -59,7 +57,7 @@ def take_above(
     """
     words = scratch_words(extension.native, "take_above", residual.is_cuda, residual.numel(), values.numel())
     arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
-    extension.native.take_above(residual, ages, flag, peaks, *arrays, **queue(residual))
+    extension.native.take_above(residual, ages, flag, *arrays, **queue(residual))
 
 
 class Bar(NamedTuple):
@@ -82,14 +80,13 @@ def take_topk_and_pack(
     payload: Array,
     ages: Array | None = None,
     flag: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Do what take_topk() and pack_sparse() do: payload <- header, blocks and entries, in bytes. The rounding error stays."""
     words = scratch_words(extension.native, "take_topk_and_pack", residual.is_cuda, residual.numel(), k)
     memory = memory or Memory()
     arrays = payload, memory.scratch("take", words, residual), memory.counters(residual)
-    extension.native.take_topk_and_pack(residual, ages, flag, peaks, k, *arrays, **queue(residual))
+    extension.native.take_topk_and_pack(residual, ages, flag, k, *arrays, **queue(residual))
 
 
 def take_above_and_pack(
@@ -99,7 +96,6 @@ def take_above_and_pack(
     payload: Array,
     ages: Array | None = None,
     flag: Array | None = None,
-    peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Do what set_thresholds(), take_above(), steer() and pack_sparse() do. payload: see take_topk_and_pack()."""
@@ -108,7 +104,7 @@ def take_above_and_pack(
     arrays = payload, memory.scratch("take", words, residual), memory.counters(residual)
     moments, ends, lam, thresholds, pooled, target = bar
     rule = (moments, ends, lam, pooled, target or 0, thresholds)
-    extension.native.take_above_and_pack(residual, ages, flag, peaks, *rule, capacity, *arrays, **queue(residual))
+    extension.native.take_above_and_pack(residual, ages, flag, *rule, capacity, *arrays, **queue(residual))
 
 
 def set_thresholds(moments: Array, ends: Array, lam: Array, thresholds: Array, *, pooled: bool = False) -> None:
