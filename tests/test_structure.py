@@ -369,7 +369,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_673, 124), "scripts": (11_294, 87), "tests": (37_683, 272)}
+TOTALS = {"gradcomp": (17_620, 124), "scripts": (11_281, 87), "tests": (37_567, 272)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)
