@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gradcomp.native import extension
 from laboratory import machine, options
-from laboratory.gpu import packing, stages, training, work
+from laboratory.gpu import local_steps, stages, training, work
 from laboratory.gpu.stages import Clock, Failed, Gpu, Impossible, Output, Record, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +87,7 @@ def names(call: str, gpu: Gpu | None) -> list[str]:
 
 def test_each_call_fits_into_its_seconds() -> None:
     """Limits add up to the call's own with a prepared extension. Where it must be built, the total ends the last stages."""
-    assert tuple(work.CALLS) == CALLS and max(work.CALLS.values()) == 480
+    assert tuple(work.CALLS) == CALLS and work.SITTING <= 15 * 60
     for call, limit in work.CALLS.items():
         assert work.total(call) + 2 * stages.ENDING <= limit
         groups = work.stages(call, GPU)
@@ -192,11 +190,26 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1 and "no GPU" in done.stderr
 
 
-def test_a_call_must_be_named() -> None:
-    done = gpu_check()
-    assert done.returncode == 2 and "name a call: tests, prices, links, kernels, steps" in done.stderr
+def test_a_call_has_a_name_and_only_the_pack_takes_data() -> None:
+    done = gpu_check("tests", "step")
+    assert done.returncode == 2 and "invalid choice: 'step'" in done.stderr
     done = gpu_check("steps", "--data", "folder")
     assert done.returncode == 2 and "--data is packed by --prepare" in done.stderr
+
+
+def test_a_sitting_makes_calls_in_turn_and_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(call: str, gpu: Gpu | None) -> list[list[Stage]]:
+        return [[Stage(call, lambda clock: {"left": clock.left(), "said": [clock.command(["sleep", "0.2"])]}, 500)]]
+
+    monkeypatch.setattr(work, "stages", one)
+    monkeypatch.setattr(work, "environment", dict)
+    records = work.sitting(CALLS, GPU, tmp_path, within=100)
+    lefts = [record["figures"]["left"] for record in records]
+    assert [record["name"] for record in records] == [*CALLS] and work.CALLS["prices"] == 90
+    assert lefts[1] == pytest.approx(80, abs=1) and 90 < lefts[4] < lefts[3] < lefts[2] < lefts[0] <= 100
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == sorted(f"gpu-nvidia-h200-{call}" for call in CALLS)
+    (record,) = work.sitting(["steps"], GPU, tmp_path, within=0)
+    assert record["status"] == "failed" and "no time was left for sleep" in record["reason"]
 
 
 def test_a_machine_without_torch_ends_every_stage_within_seconds(tmp_path: Path) -> None:
@@ -269,12 +282,13 @@ def test_initcheck_leaves_out_torchs_copies_and_watches_all_kernels(tmp_path: Pa
     assert "--kernel-name kernel_substring=gradcomp" in asked["memcheck"]
 
 
-def test_a_training_without_pictures_says_how_to_pack_them(tmp_path: Path) -> None:
+def test_a_training_without_its_data_says_how_to_pack_them(tmp_path: Path) -> None:
     stage = Stage(
-        "training", partial(work.trained, device="cuda", module="training", parts="trainings", pictures=tmp_path / "x.npz"), 5
+        "training", partial(work.trained, device="cuda", module="training", parts="trainings", data=tmp_path / "x.npz"), 5
     )
     (record,) = run_all(tmp_path, stage)
-    assert record["status"] == "impossible" and "--prepare --data FOLDER packs x.npz" in record["reason"]
+    assert record["status"] == "impossible"
+    assert record["reason"] == "no x.npz was packed: scripts/gpu_check --prepare --data FOLDER packs it"
 
 
 def test_the_toolkit_is_the_one_that_nvcc_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,138 +302,13 @@ def test_the_toolkit_is_the_one_that_nvcc_names(tmp_path: Path, monkeypatch: pyt
     assert found["PATH"].endswith(f"{home}/bin")
 
 
-def pack_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the check's folders lie in this one."""
-    for name, value in {"BUILD": "gpu", "PACK": "gpu-pack", "PACKAGE": "gpu/package"}.items():
-        for module in (stages, work, packing):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, folder / value)
-    monkeypatch.setattr(packing, "WORK", folder / "prepare")
-    (folder / "gpu").mkdir()
-
-
-def test_prepare_packs_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pack_here(tmp_path, monkeypatch)
-    monkeypatch.setattr(packing, "environment", lambda clock: {})
-    built = tmp_path / "_native.so"
-    shutil.copy(extension.native.__file__, built)
-    monkeypatch.setattr(packing, "compiled", lambda *arguments: built)
-    monkeypatch.setattr(stages, "toolkit", lambda: tmp_path)
-    monkeypatch.setattr(packing, "horovod", raises(Impossible("left out: no headers")).run)
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / packing.PICTURES).write_bytes(bytes(3 << 20))
-    assert packing.prepare(data) == 0
-    said = capsys.readouterr().out
-    packed = sorted(path.name for path in (tmp_path / "gpu-pack").iterdir())
-    assert packed == ["_native.so", packing.PICTURES, "note.json"]
-    size = sum(path.stat().st_size for path in (tmp_path / "gpu-pack").iterdir())
-    assert f"{size / 2**20:.1f} MiB of 64, with the note and pictures, extension" in said
-    assert "left out: no headers" in said
-    assert (tmp_path / "gpu-pack" / "_native.so").stat().st_size <= built.stat().st_size  # stripped
-    note = stages.prepared()
-    assert note["packed"] == ["pictures", "extension"] and note["sources"] == packing.sources()
-    assert note["commit"] == machine.commit()  # None without git
-    (data / packing.PICTURES).write_bytes(bytes(65 << 20))
-    assert packing.prepare(data) == 1 and "too much to travel" in capsys.readouterr().err
-
-
-def test_the_environment_has_the_python_of_the_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path / "python", "echo 3.9")
-    for named in (tmp_path / "python", tmp_path / "none"):
-        monkeypatch.setenv("PYTHON", str(named))
-        with pytest.raises(Impossible, match=r"is no Python 3\.12; name one in PYTHON"):
-            packing.interpreter()
-    fake(tmp_path / "python", "echo 3.12")
-    monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
-    assert packing.interpreter() == str(tmp_path / "python")
-
-
-def test_prepare_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pack_here(tmp_path, monkeypatch)
-    monkeypatch.setattr(packing, "environment", lambda clock: {})
-    monkeypatch.setattr(stages, "toolkit", lambda: None)
-    assert packing.prepare(None) == 0
-    said = capsys.readouterr().out
-    assert said.count("left out: nvcc is missing; install a CUDA toolkit") == 2
-    assert f"name a folder that has {packing.PICTURES} by --data" in said and "with the note and nothing else" in said
-
-
-@pytest.mark.parametrize(
-    "fault,said",
-    [
-        ("", ""),
-        ("content", "the prepared extension is not used: "),
-        ("sources", "its sources have changed since"),
-        ("arch", "it is for sm_90, and this GPU is sm_100"),
-    ],
-)
-def test_a_prepared_extension_is_used_if_it_imports(
-    fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This environment's extension stands for it, and for the one that is built in its place."""
-    pack_here(tmp_path, monkeypatch)
-    monkeypatch.setattr(packing, "compiled", lambda *arguments: extension.native.__file__)
-    monkeypatch.setattr(packing, "EXTENSION", packing.EXTENSION.replace("extension.BUILT_WITH_CUDA", "False"))
-    packed = tmp_path / "gpu-pack" / Path(extension.native.__file__).name
-    packed.parent.mkdir()
-    shutil.copy(extension.native.__file__, packed)
-    if fault == "content":
-        packed.write_text("no library")
-    note = {"packed": ["extension"], "sources": packing.sources(), "arch": "90", "commit": "123"}
-    note |= {"sources": "others"} if fault == "sources" else {}
-    (packed.parent / "note.json").write_text(json.dumps(note))
-    gpu = GPU._replace(capability="10.0") if fault == "arch" else None
-    stage = Stage("build", partial(work.build, device="cpu", gpu=gpu), 60)
-    (record,) = stages.run([[stage]], 60, tmp_path / "log", {"PYTHONPATH": str(stages.PACKAGE)}, len)
-    assert record["status"] == "ok", record
-    assert record["figures"]["prepared"] == ([] if fault else ["extension"])
-    assert said in " ".join(record["figures"]["said"]) and bool(said) == bool(record["figures"]["said"])
-
-
-def test_a_prepared_horovod_that_does_not_import_is_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack_here(tmp_path, monkeypatch)
-    packed = tmp_path / "gpu-pack" / "horovod" / "horovod"
-    packed.mkdir(parents=True)
-    (packed / "__init__.py").write_text("raise ImportError('another torch')")
-    (tmp_path / "gpu-pack" / "note.json").write_text(json.dumps({"packed": ["horovod"]}))
-    stages.PACKAGE.mkdir(parents=True)
-    found: list[object] = []
-
-    def run(clock: Clock) -> Record:
-        found.append(packing.install(clock, None))
-        return {}
-
-    stages.run([[Stage("install", run, 30)]], 30, tmp_path / "log", {"PYTHONPATH": str(stages.PACKAGE)}, len)
-    assert found == [([], ["the prepared horovod is not used: ImportError: another torch"])]
-    assert not [*stages.PACKAGE.iterdir()]
-
-
 @pytest.mark.parametrize("size", work.SIZES)
 def test_lab_kernels_takes_the_names_of_all_sizes(size: str) -> None:
     assert options.name(machine.slug(f"check-{size}"))
 
 
-@pytest.mark.parametrize("commit", [None, "456def-dirty"])
-def test_a_result_without_git_has_the_commit_of_the_pack(
-    commit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor has one of a checkout into which files were carried."""
-    pack_here(tmp_path, monkeypatch)
-    monkeypatch.setattr(machine, "commit", lambda: commit)
-    (tmp_path / "gpu-pack").mkdir()
-    (tmp_path / "gpu-pack" / "note.json").write_text('{"commit": "123abc"}')
-    output = Output(tmp_path, "tests", GPU)
-    output.write([{"name": "machine", "status": "running"}])
-    assert json.loads(output.result.read_text())["commit"] == "123abc"
-
-
 # Stages of a dry run: one of each kind; and, in a minute, the others.
-FEW, OTHERS = ("ddp", "counters-sparse", "training"), ("horovod-ranks", "doors", "calls", "gpt")
+FEW, OTHERS = ("ddp", "counters-sparse", "local-steps", "training"), ("horovod-ranks", "doors", "calls", "gpt")
 
 
 @pytest.mark.slow
@@ -437,6 +326,12 @@ def test_a_dry_run_holds(wanted: tuple[str, ...], tmp_path: Path) -> None:
     if "gpt" in wanted:
         assert {way["way"] for way in by_name["gpt"]["ways"]} >= {"ddp", "psgd1", "dense", "topk", "orq"}
     else:
-        assert [one["spec"] for one in by_name["training"]["trainings"]] == [*training.SPECS]
+        trainings, of_local = by_name["training"]["trainings"], by_name["local-steps"]["trainings"]
+        assert [(one["spec"], one["seed"]) for one in trainings] == [(spec, seed) for seed in (1, 2) for spec in training.SPECS]
+        assert all(one["steps"] == 2 and 0 <= one["accuracy"] <= 100 and one["compression"] >= 1 for one in trainings)
+        plan = local_steps.PLANS["cpu"]
+        assert [one["way"] for one in of_local] == [*plan.ways] * len(plan.sizes)
+        assert all(one["steps"] % plan.every == 0 and 1 < one["perplexity"] < 256 for one in of_local)
+        assert [one["compression"] for one in of_local] == [1, plan.every] * len(plan.sizes)
     result = json.loads((tmp_path / "dry-run-tests.json").read_text())
     assert result["device"]["name"].startswith("none") and result["versions"]["torch"]

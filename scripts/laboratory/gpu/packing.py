@@ -1,7 +1,6 @@
 """All that can be made before there is a GPU machine, packed into one folder that travels with the checkout; and its use there.
 
-The pack has the extension, Horovod with NCCL, pictures for a training, and a note with the commit, since the GPU machine has no
-.git.
+The pack has the extension, Horovod with NCCL, data of trainings, and a note with the commit, since the GPU machine has no .git.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ TOOLS = ("numpy", "pybind11", "ninja", "pytest", "hypothesis", "pytest-xdist", "
 # Bytes that may travel with a checkout, and seconds for everything.
 MOST, LIMIT = 64 << 20, 3600.0
 
-PICTURES = "cifar10-25k.npz"
+# The data of the trainings, which are packed as they are.
+PICTURES, TEXT = "cifar10-25k.npz", "tinyshakespeare.txt"
 
 EXTENSION = """
 import json
@@ -50,7 +50,8 @@ def prepare(data: Path | None) -> int:
     stages.PACK.mkdir(parents=True)
     WORK.mkdir(parents=True, exist_ok=True)
     parts = [
-        [Stage("pictures", partial(pictures, data=data), LIMIT)],
+        [Stage("pictures", partial(copied, file=PICTURES, data=data), LIMIT)],
+        [Stage("text", partial(copied, file=TEXT, data=data), LIMIT)],
         [Stage("environment", environment, LIMIT, required=True)],
         [Stage("extension", extension, LIMIT)],
         [Stage("horovod", horovod, LIMIT)],
@@ -76,11 +77,11 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def pictures(clock: Clock, data: Path | None) -> Record:
-    """Pack the pictures of the training."""
-    if data is None or not (data / PICTURES).is_file():
-        raise Impossible(f"left out, and with them the training: name a folder that has {PICTURES} by --data")
-    shutil.copy(data / PICTURES, stages.PACK)
+def copied(clock: Clock, file: str, data: Path | None) -> Record:
+    """Pack the data of a training."""
+    if data is None or not (data / file).is_file():
+        raise Impossible(f"left out, and with it a training: name a folder that has {file} by --data")
+    shutil.copy(data / file, stages.PACK)
     return {}
 
 

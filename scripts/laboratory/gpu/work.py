@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,20 +18,38 @@ from pathlib import Path
 
 from laboratory import ranks, report
 from laboratory.gpu import packing, shaping
-from laboratory.gpu.stages import BUILD, PACK, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, marked, program
+from laboratory.gpu.stages import (
+    BUILD,
+    PACK,
+    PACKAGE,
+    Clock,
+    Failed,
+    Gpu,
+    Impossible,
+    Output,
+    Record,
+    Stage,
+    environment,
+    marked,
+    program,
+    run,
+)
 from laboratory.machine import ROOT, slug
 
-# The seconds that a call may take, in the order in which a sitting makes them.
-CALLS = {"tests": 280, "prices": 90, "links": 480, "kernels": 280, "steps": 200}
+# The seconds that a call may take, in the order in which a sitting makes them; and those of a sitting, whose end is theirs.
+CALLS = {"tests": 280, "prices": 90, "links": 310, "kernels": 280, "steps": 405}
+SITTING = 840.0
 ABOUT = {
     "tests": "are whole steps, kernels, laws and ranks right?",
     "prices": "what the host pays for a launch, an event, a hook",
     "links": "a GPT's steps over links of 25, 10 and 1 Gbit/s between ranks that share the GPU, and a race",
     "kernels": "times, compute-sanitizer, ncu",
-    "steps": "a GPT's steps, a training",
+    "steps": "a GPT's steps, local steps, trainings",
 }
 # Seconds of a call that its stages leave to its start and end.
 MARGIN = 10
+# Seconds that a program of trainings takes to start, and to end.
+STARTING = 12.0
 # Seconds of a call in a dry run, and of each of its stages: a build alone takes minutes of two cores.
 DRY = 900.0
 
@@ -46,7 +65,7 @@ WANTED_DRY = (
 SIZES = {"64M": ((), 8), "25.6M": (("--layers", "161"), 6), "6.25M": ((), 12)}
 SIZES_DRY = {"100k": ((), 2)}
 # The ranks that share the device behind links; the seconds of their steps, and of the race of a way.
-LINKS, LINKS_DRY = ((2, 125.0, 15.0), (4, 170.0, 0.0)), ((2, 60.0, 0.5), (4, 60.0, 0.0))
+LINKS, LINKS_DRY = ((2, 100.0, 6.0), (4, 75.0, 0.0)), ((2, 60.0, 0.5), (4, 60.0, 0.0))
 # The tools of compute-sanitizer, each with its own options. initcheck leaves out torch's copies: the calls have arrays without
 # contents on purpose.
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -110,6 +129,17 @@ def stages(call: str, gpu: Gpu | None) -> list[list[Stage]]:
     return groups if gpu else [[replace(stage, limit=DRY) for stage in group] for group in groups]
 
 
+def sitting(calls: Sequence[str], gpu: Gpu | None, folder: Path, within: float) -> list[Record]:
+    """Make calls one after another, within so many seconds together. Return the records of their stages."""
+    end, every = time.monotonic() + within, list[Record]()
+    for call in calls:
+        output = Output(folder, call, gpu)
+        limit = min(total(call), end - time.monotonic()) if gpu else DRY
+        every += run(stages(call, gpu), limit, output.log, environment(), output.write)
+        print(f"written: {output.result}")
+    return every
+
+
 def tests_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
     """Return the stages that tell whether all is right. Two ranks share the device, over NCCL on a GPU."""
     of_steps, of_kernels, of_laws = WANTED if gpu else WANTED_DRY
@@ -141,11 +171,14 @@ def kernels_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
 
 
 def steps_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
-    """Return the stages that train."""
-    pictures = PACK / packing.PICTURES if gpu else None
+    """Return the stages that train, at last those that take all the time that there is."""
+    files = {"local_steps": packing.TEXT, "training": packing.PICTURES}
+    data = {module: PACK / file if gpu else None for module, file in files.items()}
+    training = {module: partial(trained, device=device, module=module, parts="trainings", data=data[module]) for module in data}
     return [
-        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 90)],
-        [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 75)],
+        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 75)],
+        [Stage("local-steps", training["local_steps"], 60)],
+        [Stage("training", training["training"], 235)],
     ]
 
 
@@ -225,13 +258,18 @@ def kernels(clock: Clock, device: str, size: str) -> Record:
     return {key: result[key] for key in ("command", "settings", "lines")}
 
 
-def trained(clock: Clock, device: str, module: str, parts: str, pictures: Path | None = None) -> Record:
-    """Run a program that trains, and return its record's settings and parts, none of which may have failed."""
-    if pictures and not pictures.is_file():
-        raise Impossible(f"no pictures were packed: scripts/gpu_check --prepare --data FOLDER packs {pictures.name}")
-    command = [sys.executable, "-m", f"laboratory.gpu.{module}", "--device", device]
+def trained(clock: Clock, device: str, module: str, parts: str, data: Path | None = None) -> Record:
+    """Run a program that trains, and return its record's settings and parts, none of which may have failed.
+
+    Trainings get the seconds that are left, and end in them.
+    """
+    if data and not data.is_file():
+        raise Impossible(f"no {data.name} was packed: scripts/gpu_check --prepare --data FOLDER packs it")
+    command: list[str | Path] = [sys.executable, "-m", f"laboratory.gpu.{module}", "--device", device]
+    command += ["--data", data] if data else []
+    command += ["--seconds", f"{clock.left() - STARTING:.0f}"] if parts == "trainings" else []
     variables = {} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
-    return without_errors(kept(clock, [*command, *(("--pictures", pictures) if pictures else ())], **variables), parts)
+    return without_errors(kept(clock, command, **variables), parts)
 
 
 def kept(clock: Clock, words: Sequence[str | Path], **variables: str) -> Record:

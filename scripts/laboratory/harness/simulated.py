@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,35 +36,59 @@ if TYPE_CHECKING:
     from laboratory.harness.measured import Training
 
 
+# The loss and the gradients of a batch, as tensors that nobody else has.
+Passes = Callable[[Tensor, Tensor], tuple[Tensor, Sequence[Tensor]]]
+
+
 @threads(1)
 def train(own: Training, folder: Path) -> dict[str, Any]:
-    """Train on one thread. What the ranks come to is checked to be equal to the last bit in every step."""
-    began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
-    job = task.make(settings, own.seed, own.ranks, table.load(table.place(folder, own.data) if own.data else None))
+    """Train a task of the table on one thread."""
+    task = TASKS[own.task]
+    arrays = table.load(table.place(folder, own.data) if own.data else None)
+    return trained(own, task, task.make(own.settings, own.seed, own.ranks, arrays))
+
+
+class Plain:
+    """Passes of a model as torch runs them. clip: the longest gradient; 0: any length."""
+
+    def __init__(self, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], clip: float):
+        self.model, self._loss_of, self._clip = model, loss_of, clip
+        self._parameters = [*model.parameters()]
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the loss and the gradients of a batch."""
+        loss = self._loss_of(self.model(x), y)
+        grads = torch.autograd.grad(loss, self._parameters)
+        clip(grads, self._clip)
+        return loss.detach(), grads
+
+
+def trained(
+    own: Training, task: Task, job: Job, passes: Callable[[nn.Module, Callable[..., Tensor], float], Passes] = Plain
+) -> dict[str, Any]:
+    """Train a job where its model lies. What the ranks come to is checked to be equal to the last bit."""
+    began, settings = time.perf_counter(), own.settings
     kind = Local if ways.local_of(own.way) else Updates if ways.acts_on_updates(own.way) else Gradients
     kind = RoundedWeights if ways.weight_bits(own.way) else kind
     exchange = kind(own, job, task)
+    of_models = {id(model): passes(model, job.loss, settings.clip) for model in exchange.models}
     losses, sent = [], []
     warned_at = None
     for step in range(1, settings.steps + 1):
         for optimizer in exchange.optimizers:
             optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
-        loss, grads = 0.0, []
-        for model, (x, y) in zip(exchange.models, map(next, job.batches), strict=True):
-            of_rank = job.loss(model(x), y)
-            loss += float(of_rank.detach()) / own.ranks
-            grads.append(torch.autograd.grad(of_rank, [*model.parameters()]))
-            clip(grads[-1], settings.clip)
-        losses.append(round(loss, 6))
+        found = [of_models[id(model)](*next(of)) for model, of in zip(exchange.models, job.batches, strict=True)]
+        losses.append([loss for loss, _ in found])  # numbers later: a GPU would be waited for
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            exchange.step(grads)
+            exchange.step([grads for _, grads in found])
         warned_at = step if seen and warned_at is None else warned_at
         sent.append(max(exchange.bytes_sent))
     exchange.close()
+    means = [round(sum(float(each) / own.ranks for each in of_step), 6) for of_step in losses]
     seconds = round(time.perf_counter() - began, 2)
     return {
-        "losses": losses,
+        "losses": means,
         "sent": sent,
         "scores": [(settings.steps, seconds, job.score())],
         "parameters": sum(each.numel() for each in job.model.parameters()),
@@ -74,24 +98,32 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
 
 
 class Gradients:
-    """Simulated ranks that exchange gradients. All share the weights and an optimizer. models: by rank."""
+    """Simulated ranks that exchange gradients; `stock` does without gradcomp. All share the weights and an optimizer.
+
+    models: by rank.
+    """
 
     def __init__(self, own: Training, job: Job, task: Task):
         self._named = dict(job.model.named_parameters())
-        optimizer = optimizer_of(task, own.settings, job.model, momentum_of(own.way))
-        shapes = {name: tuple(each.shape) for name, each in self._named.items()}
-        known: Any = {"optimizer": optimizer, "named_parameters": list(self._named.items())}
-        self._simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
+        kept = momentum_of(own.way) if ways.is_spec(own.way) else 0.0
+        optimizer = optimizer_of(task, own.settings, job.model, kept)
         self.optimizers, self.models = [optimizer], [job.model] * own.ranks
+        self.bytes_sent = [4 * sum(each.numel() for each in self._named.values())] * own.ranks
+        self._simulation = None
+        if own.way != "stock":
+            shapes = {name: tuple(each.shape) for name, each in self._named.items()}
+            known: Any = {"optimizer": optimizer, "named_parameters": list(self._named.items())}
+            known["device"] = next(job.model.parameters()).device
+            self._simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
 
-    @property
-    def bytes_sent(self) -> list[int]:
-        """The bytes that each rank sent in the last step."""
-        return self._simulation.bytes_sent
-
-    def step(self, grads: Sequence[tuple[Tensor, ...]]) -> None:
+    def step(self, grads: Sequence[Sequence[Tensor]]) -> None:
         """Exchange all ranks' gradients, and step."""
-        for name, update in self._simulation.step([dict(zip(self._named, each, strict=True)) for each in grads]).items():
+        if self._simulation is None:
+            updates = {name: torch.stack(each).mean(0) for name, *each in zip(self._named, *grads, strict=True)}
+        else:
+            updates = self._simulation.step([dict(zip(self._named, each, strict=True)) for each in grads])
+            self.bytes_sent = self._simulation.bytes_sent
+        for name, update in updates.items():
             self._named[name].grad = update
         self.optimizers[0].step()
         self.optimizers[0].zero_grad()
@@ -110,7 +142,7 @@ class RoundedWeights(Gradients):
         self._round()
 
     @torch.no_grad()
-    def step(self, grads: Sequence[tuple[Tensor, ...]]) -> None:
+    def step(self, grads: Sequence[Sequence[Tensor]]) -> None:
         """Step on the exact weights, and round them for the next passes."""
         for name, each in self._named.items():
             each.copy_(self._exact[name])
@@ -136,11 +168,11 @@ class Turn(threading.Condition):
 
 
 class ThreadNetwork(MemoryNetwork):
-    """The network of a rank with a thread of its own."""
+    """The network of a rank with a thread of its own. device: that of its messages. All threads use one stream of a GPU."""
 
-    def __init__(self, board: Board, rank: int, turn: Turn):
+    def __init__(self, board: Board, rank: int, turn: Turn, device: torch.device):
         super().__init__(board, rank, ranks_per_host=1)
-        self._turn = turn
+        self._turn, self.device = turn, device
 
     def start(self, request: Request, name: str) -> Answer:
         """Post a request. The answer lets other ranks have their turns until all have posted theirs."""
@@ -164,21 +196,21 @@ class Replica:
     """One rank's weights, optimizer and session."""
 
     def __init__(self, spec: str, model: nn.Module, optimizer: torch.optim.Optimizer, network: MemoryNetwork, seed: int):
-        self.optimizer, self.parameters = optimizer, [*model.parameters()]
-        parameters, door = Parameters(model.named_parameters()), Door(has_optimizers=True)
-        self.session = Session(make(spec), parameters, network, Options(seed=seed), door)
+        self.optimizer, slots = optimizer, Parameters(model.named_parameters())
+        self._slots, self.parameters = slots.slots, [*slots.parameters.values()]
+        self.session = Session(make(spec), slots, network, Options(seed=seed), Door(has_optimizers=True))
 
     def step(self, grads: Sequence[Tensor]) -> None:
         """Step on this rank's own gradients. The session exchanges what that does to the weights."""
-        flat, session = [grad.reshape(-1) for grad in grads], self.session
+        flat, session = [slot.flat(grad) for slot, grad in zip(self._slots, grads, strict=True)], self.session
         session.gradients.begin()
         session.updates.gradients.add(flat)
         if (poison := session.updates.end_backward()) is not None:
             flat[0] = flat[0].clone()
             flat[0][:1].add_(poison)
         session.updates.note_backward()
-        for parameter, grad in zip(self.parameters, flat, strict=True):
-            parameter.grad = grad.view(parameter.shape)
+        for slot, grad in zip(self._slots, flat, strict=True):
+            slot.parameter.grad = slot.shaped(grad)
         self.optimizer.step()
 
 
@@ -186,37 +218,42 @@ class Updates:
     """Simulated ranks that exchange updates, as behind DDP. The first one's weights are the job's."""
 
     def __init__(self, own: Training, job: Job, task: Task):
-        self._turn, board = Turn(), Board(own.ranks)
+        self._turn, board, device = Turn(), Board(own.ranks), next(job.model.parameters()).device
+        networks = [ThreadNetwork(board, rank, self._turn, device) for rank in range(own.ranks)]
+        models = [job.model, *(copy.deepcopy(job.model) for _ in range(own.ranks - 1))]
         self._replicas = [
-            Replica(own.way, model, optimizer_of(task, own.settings, model), ThreadNetwork(board, rank, self._turn), own.seed)
-            for rank, model in enumerate([job.model, *(copy.deepcopy(job.model) for _ in range(own.ranks - 1))])
+            Replica(own.way, model, optimizer_of(task, own.settings, model), network, own.seed)
+            for model, network in zip(models, networks, strict=True)
         ]
+        self._waits = device.type != "cpu"
         self._pool = ThreadPoolExecutor(own.ranks, initializer=torch.set_num_threads, initargs=(1,))
         self.optimizers = [each.optimizer for each in self._replicas]
         self.models = [job.model] * own.ranks  # all weights are equal, and a batch norm sees all batches
         self.bytes_sent = [0] * own.ranks
 
     def step(self, grads: Sequence[Sequence[Tensor]]) -> None:
-        """Take a step of all ranks, each on its own gradients.
-
-        Raises:
-            RuntimeError: The ranks' weights differ in some bit afterwards.
-        """
+        """Take a step of all ranks, each on its own gradients. On a CPU their weights are compared."""
         futures = [self._pool.submit(self._take_turn, *each) for each in zip(self._replicas, grads, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:  # the first that was raised is the cause of the others
             raise next((each for each in errors if "another rank has failed" not in str(each)), errors[0])
+        if not self._waits:
+            self._compare()
+        self.bytes_sent = [each.session.reducer.traffic.sent for each in self._replicas]
+
+    def close(self) -> None:
+        """Let other optimizers step the model as if nobody exchanged anything. Weights that have parted are so still."""
+        for each in self._replicas:
+            ignore(each.session)
+        self._pool.shutdown()
+        self._compare()
+
+    def _compare(self) -> None:
+        """Refuse weights that differ in some bit."""
         first, *others = self._replicas
         for rank, other in enumerate(others, 1):
             if not all(map(_are_equal, first.parameters, other.parameters)):
                 raise RuntimeError(f"rank {rank} has other weights than rank 0: {first.session.spec} is not deterministic")
-        self.bytes_sent = [each.session.reducer.traffic.sent for each in self._replicas]
-
-    def close(self) -> None:
-        """Let other optimizers step the model as if nobody exchanged anything."""
-        for each in self._replicas:
-            ignore(each.session)
-        self._pool.shutdown()
 
     def _take_turn(self, replica: Replica, grads: Sequence[Tensor]) -> None:
         with self._turn:
@@ -246,11 +283,12 @@ class Local:
         self._starts = {name: each.detach().clone() for name, each in job.model.named_parameters()}
         self._outer = torch.optim.SGD(self._starts.values(), way.rate, way.momentum, nesterov=way.momentum > 0)
         shapes = {name: tuple(each.shape) for name, each in self._starts.items()}
-        self._simulation = gradcomp.Simulation(way.spec, shapes, own.ranks, own.seed)
+        device = next(job.model.parameters()).device
+        self._simulation = gradcomp.Simulation(way.spec, shapes, own.ranks, own.seed, device=device)
         self.bytes_sent = [0] * own.ranks
 
     @torch.no_grad()
-    def step(self, grads: Sequence[tuple[Tensor, ...]]) -> None:
+    def step(self, grads: Sequence[Sequence[Tensor]]) -> None:
         """Step on all ranks; at every H-th step and the last one, exchange their progress, and go on from the new start."""
         for model, own in zip(self.models, grads, strict=True):
             for parameter, grad in zip(model.parameters(), own, strict=True):

@@ -54,8 +54,8 @@ SOURCE = Source(
 
 def normalised(pictures: Tensor) -> Tensor:
     """Turn uint8[n, rows, columns, 3] into float32[n, 3, rows, columns]. The memory keeps its order, for fast convolutions."""
-    device = pictures.device
-    return pictures.float().sub_(MEAN.to(device)).div_(DEVIATION.to(device)).permute(0, 3, 1, 2)
+    mean, deviation = (each.to(pictures.device, non_blocking=True) for each in (MEAN, DEVIATION))
+    return pictures.float().sub_(mean).div_(deviation).permute(0, 3, 1, 2)
 
 
 def windows(pictures: Tensor) -> Tensor:
@@ -66,14 +66,17 @@ def windows(pictures: Tensor) -> Tensor:
 
 
 def batches(views: Tensor, labels: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
-    """Yield this rank's share of every batch, without end. All ranks draw the shifts and mirrors of all."""
+    """Yield this rank's share of every batch, without end. All ranks draw the shifts and mirrors of all.
+
+    No batch waits for the GPU on which the pictures may lie.
+    """
     generator, own = torch.Generator().manual_seed(seed), slice(rank * batch, (rank + 1) * batch)
     for chosen in shares(len(labels), rank, ranks, batch, generator):
         shifts = torch.randint(SHIFTS, (ranks * batch, 2), generator=generator)[own]
         mirrored = torch.randint(2, (ranks * batch,), generator=generator).bool()[own]
-        cut = views[chosen, shifts[:, 0], shifts[:, 1]].unflatten(2, (SIDE, 3))
-        flipped = mirrored.to(cut.device)[:, None, None, None]
-        yield normalised(torch.where(flipped, cut.flip(2), cut)), labels[chosen]
+        picture, shift, flipped = (each.to(views.device, non_blocking=True) for each in (chosen, shifts, mirrored))
+        cut = views[picture, shift[:, 0], shift[:, 1]].unflatten(2, (SIDE, 3))
+        yield normalised(torch.where(flipped[:, None, None, None], cut.flip(2), cut)), labels[picture]
 
 
 class Block(nn.Module):

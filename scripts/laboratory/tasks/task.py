@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -167,7 +167,7 @@ def momentum_of(spec: str) -> float:
     return 0.0 if traits.acts_on_updates else traits.momentum
 
 
-def clip(grads: tuple[Tensor, ...], longest: float) -> None:
+def clip(grads: Sequence[Tensor], longest: float) -> None:
     """Shorten a rank's gradient to this length where it is longer. 0 leaves every gradient alone."""
     if longest:
         length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))

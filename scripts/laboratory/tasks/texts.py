@@ -36,12 +36,16 @@ SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes"
 
 
 def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int, length: int = LENGTH) -> Iterator[Batch]:
-    """Yield this rank's share of every batch, without end. All ranks draw the same positions and take different ones."""
+    """Yield this rank's share of every batch, without end. All ranks draw the same positions and take different ones.
+
+    No batch waits for the GPU on which the text may lie.
+    """
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(length + 1)
+    offsets = torch.arange(length + 1, device=train.device)
     while True:
         drawn = torch.randint(len(train) - length, (ranks * batch,), generator=generator)
-        part = train[drawn[rank * batch : (rank + 1) * batch].unsqueeze(1) + offsets]
+        own = drawn[rank * batch : (rank + 1) * batch].to(train.device, non_blocking=True)
+        part = train[own.unsqueeze(1) + offsets]
         yield part[:, :-1], part[:, 1:]
 
 
