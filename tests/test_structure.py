@@ -369,7 +369,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_620, 124), "scripts": (11_523, 89), "tests": (37_737, 274)}
+TOTALS = {"gradcomp": (17_620, 124), "scripts": (11_622, 89), "tests": (37_830, 274)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

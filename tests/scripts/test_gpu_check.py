@@ -203,6 +203,7 @@ def test_a_sitting_makes_calls_in_turn_and_ends_in_time(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(work, "stages", one)
     monkeypatch.setattr(work, "environment", dict)
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # a sitting adds to it
     records = work.sitting(CALLS, GPU, tmp_path, within=100)
     lefts = [record["figures"]["left"] for record in records]
     assert [record["name"] for record in records] == [*CALLS] and work.CALLS["prices"] == 90

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import pytest
 from clusters import need_cluster
 
 from documentation import pictures
+from laboratory import ranks
 from laboratory.cluster import network
 from laboratory.gpu import links, prices, shaping, stages, work
 from laboratory.gpu.stages import Output, Record, Stage
@@ -115,10 +117,51 @@ def test_a_way_that_fails_leaves_the_others_figures(tmp_path: Path, monkeypatch:
     assert record["figures"] == found
 
 
+HANGING = """
+import json, sys, time
+from laboratory.gpu import links
+
+real = links.Bench.trainee
+
+def trainee(bench, door, way):
+    if way == "blocks" or (way == "topk" and bench.door.rank == 1):  # both ranks, or one, for which the other waits
+        time.sleep(600)
+    return real(bench, door, way)
+
+links.Bench.trainee, links.BEYOND = trainee, 6
+links.WAYS, links.RACE = [("ddp", way) for way in ("stock", "topk", "bf16")], ("blocks", "stock")
+links.probe = lambda *arguments: {"claimed": ["1gbit"], "collective_us": 1}
+links.shaping.change = lambda *arguments: None
+links.main(**json.loads(sys.argv[1]), out=sys.argv[-1])
+"""
+
+
+@pytest.mark.slow
+def test_a_way_that_hangs_costs_its_own_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that really hang are ended, and others go on behind it."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.setattr(work, "BUILD", tmp_path)
+    monkeypatch.setattr(shaping, "missing", lambda how: "" if how == "none" else "it is not tried")
+    run, launched = ranks.command, list[str]()
+    monkeypatch.setattr(ranks, "command", lambda how, count, job: launched.append(how) or run(how, count, ["hanging", job[1]]))
+    path = f"{tmp_path}:{stages.environment()['PYTHONPATH']}"
+    record = record_of(tmp_path, partial(LINKED, limit=45.0), 300, PYTHONPATH=path)
+    lines, race = record["figures"]["lines"], record["figures"]["race"]
+    outcomes = [next(name for name in ("error", "left_out", "ms") if name in line) for line in lines]
+    assert outcomes == ["ms", "ms", "error", "left_out", "ms", "ms"] and len(launched) == 3
+    assert [line["way"] for line in lines] == ["stock", "stock", "topk", "topk", "bf16", "bf16"]
+    assert re.fullmatch(r"the ranks ended while it was under way, as they do after \d+ s", lines[2]["error"])
+    assert [each["way"] for each in race] == ["blocks", "stock"]
+    assert race[0]["error"].endswith("after 7 s") and race[1]["weights_are_equal"]
+    assert record["status"] == "failed" and record["reason"].count("the ranks ended while") == 2
+
+
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "find", lambda tool: None if tool == "tc" else tool)
     for how in ("cluster", "loopback"):
-        assert shaping.missing(how) == "the program tc is missing; install the Debian package iproute2"
+        assert shaping.missing(how).startswith(
+            "the program tc is missing; install the Debian package iproute2, or let gpu_check"
+        )
     monkeypatch.setattr(network, "find", lambda tool: tool)
     monkeypatch.setattr(shaping, "_as_root", lambda *new: ["false"])
     assert shaping.missing("loopback").startswith("this user may not make network namespaces; run it as root")

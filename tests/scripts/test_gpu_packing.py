@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from gradcomp.native import extension
 from laboratory import machine
+from laboratory.cluster import network
 from laboratory.gpu import local_steps, packing, stages, work
 from laboratory.gpu.stages import Clock, Gpu, Impossible, Output, Record, Stage
 from laboratory.tasks import cifar
@@ -48,6 +51,7 @@ def test_prepare_packs_what_it_says(
     monkeypatch.setattr(packing, "compiled", lambda *arguments: built)
     monkeypatch.setattr(stages, "toolkit", lambda: tmp_path)
     monkeypatch.setattr(packing, "horovod", no_headers)
+    monkeypatch.setattr(network, "find", lambda name: None)
     data = tmp_path / "data"
     data.mkdir()
     (data / packing.PICTURES).write_bytes(bytes(3 << 20))
@@ -58,7 +62,7 @@ def test_prepare_packs_what_it_says(
     assert packed == ["_native.so", packing.PICTURES, "note.json", packing.TEXT]
     size = sum(path.stat().st_size for path in (tmp_path / "gpu-pack").iterdir())
     assert f"{size / 2**20:.1f} MiB of 64, with the note and pictures, text, extension" in said
-    assert "left out: no headers" in said
+    assert "left out: no headers" in said and "ip is missing; install the Debian package iproute2" in said
     assert (tmp_path / "gpu-pack" / "_native.so").stat().st_size <= built.stat().st_size  # stripped
     note = stages.prepared()
     assert note["packed"] == ["pictures", "text", "extension"] and note["sources"] == packing.sources()
@@ -84,6 +88,7 @@ def test_prepare_says_what_is_missing(
     pack_here(tmp_path, monkeypatch)
     monkeypatch.setattr(packing, "environment", lambda clock: {})
     monkeypatch.setattr(stages, "toolkit", lambda: None)
+    monkeypatch.setattr(network, "find", lambda name: None)
     assert packing.prepare(None) == 0
     said = capsys.readouterr().out
     assert said.count("left out: nvcc is missing; install a CUDA toolkit") == 2
@@ -158,3 +163,47 @@ def test_a_result_without_git_has_the_commit_of_the_pack(
 def test_the_packed_text_is_that_of_local_steps() -> None:
     source = TASKS[local_steps.TEXT].source
     assert source is not None and source.file == packing.TEXT and cifar.SOURCE.file == packing.PICTURES
+
+
+def test_packed_programs_run_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their own libraries, although their files may have lost the right to run on the way."""
+    if lacking := [name for name in packing.PROGRAMS if not network.find(name)]:
+        pytest.skip(f"packed programs were NOT tested: {lacking} are missing")
+    pack_here(tmp_path, monkeypatch)
+    stages.PACK.mkdir()
+    stages.PACKAGE.mkdir()
+    (tmp_path / "gpu-pack" / "note.json").write_text(json.dumps({"packed": [packing.IPROUTE2]}))
+    done: list[object] = []
+
+    def pack(clock: Clock) -> Record:
+        packing.programs(clock)
+        for path in (stages.PACK / packing.IPROUTE2).rglob("*.*"):
+            path.chmod(0o644)
+        done.append(packing.install(clock, None))
+        return {}
+
+    stages.run([[Stage("pack", pack, 30)]], 30, tmp_path / "log", {}, len)
+    assert done == [([packing.IPROUTE2], [])], (tmp_path / "log").read_text()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    monkeypatch.setenv("PATH", str(bare))
+    packing.offer_programs()
+    for name in packing.PROGRAMS:
+        said = subprocess.run([name, "-V"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        assert said.returncode == 0 and "iproute2" in said.stdout, said
+        assert not Path(shutil.which(name) or "/").is_relative_to("/usr")
+
+
+def test_packed_programs_that_do_not_run_are_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_here(tmp_path, monkeypatch)
+    (tmp_path / "gpu-pack" / packing.IPROUTE2 / "lib").mkdir(parents=True)
+    for name in packing.PROGRAMS:
+        fake(tmp_path / "gpu-pack" / packing.IPROUTE2 / name, "echo version GLIBC_2.99 not found; exit 1")
+    (tmp_path / "gpu-pack" / "note.json").write_text(json.dumps({"packed": [packing.IPROUTE2]}))
+    stages.PACKAGE.mkdir()
+    found: list[object] = []
+    stages.run(
+        [[Stage("install", lambda clock: found.append(packing.install(clock, None)) or {}, 30)]], 30, tmp_path / "log", {}, len
+    )
+    assert found == [([], ["the prepared iproute2 is not used: version GLIBC_2.99 not found"])]
+    assert not [*stages.PACKAGE.iterdir()]

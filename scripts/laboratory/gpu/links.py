@@ -1,13 +1,16 @@
 """A rank of gpu_check's links: a GPT's steps by each way over links, and a race.
 
 Ranks share one GPU and its host; links are emulated. A probe first decides which rates may be claimed. The record is written
-anew after each way and rate. A way that fails leaves its error in its place.
+anew after each way and rate. A way that fails leaves its error in its place. One that hangs ends the ranks: new ones, which
+find the record, go on behind it.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -55,6 +58,8 @@ SOCKETS = ("NCCL_MAX_NCHANNELS", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 NEAR, AMPLE, SENDING, LEAST_SENT, MOST_SENT, SMALL, SLOW, HANGING = 0.1, 1.2, 0.5, 4 << 20, 60 << 20, 1 << 16, 3000, 45
 # Steps before those that count; of a way at a rate at least, and by device at most; seconds in which auto must choose.
 WARM, LEAST, MOST, CHOOSING = 5, 2, {"cuda": 15, "cpu": 3}, 15.0
+# Seconds that a way may take beyond its share: a model, steps before those that count, auto's choice.
+BEYOND = 25
 # Held-out losses of a race.
 POINTS = 5
 
@@ -78,9 +83,9 @@ class Model(nn.Module):
 
 
 class Bench:
-    """The ranks, their links and text, and the record. rate: the links' present one."""
+    """The ranks, their links and text, and the record. rate: the links' present one. begun: the record of ranks before."""
 
-    def __init__(self, how: str, backend: str, device: str, out: str):
+    def __init__(self, how: str, backend: str, device: str, out: str, begun: Record | None):
         self.how, self.rate, self.shape = how, "none", SHAPES[device]
         self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         self.door = by_ddp.Door(backend)
@@ -99,7 +104,7 @@ class Bench:
         }
         links = "links are emulated" if how != "none" else "links are what this machine has"
         title = f"ranks share one {'GPU' if device == 'cuda' else 'CPU'}; {links}"
-        self.record: Record = {"title": title, "settings": settings, "lines": [], "race": []}
+        self.record: Record = begun or {"title": title, "settings": settings, "lines": [], "race": []}
 
     def _batches(self, part: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of this rank: bytes and next ones together, and the next ones."""
@@ -121,6 +126,16 @@ class Bench:
         optimizer = torch.optim.AdamW(model.parameters(), LEARNING, fused=True)
         fitted = self.doors[door].fit(way, model, optimizer, 0, 0.0)
         return Trainee(way, fitted, self._batches("train", self._batch), lambda loss, y: loss)
+
+    def attempt(self, part: str, known: Record, share: float, measure: Callable[[], Record]) -> None:
+        """Let a way take its share of the time, or a little more. A process that hangs ends, wherever it is."""
+        limit = math.ceil(max(share, 0)) + BEYOND
+        if self.out:
+            ended = {**known, "error": f"the ranks ended while it was under way, as they do after {limit} s"}
+            report.write(self.out, {**self.record, part: [*self.record[part], ended]})
+        signal.alarm(limit)
+        attempt(self.record, part, known, measure, self.out)
+        signal.alarm(0)
 
     def since(self, began: float) -> float:
         """Return the seconds since then, alike on all ranks."""
@@ -217,30 +232,40 @@ def race(bench: Bench, way: str, rate: str, limit: float) -> Record:
 def main(device: str, backend: str, how: str, out: str, limit: float, of_race: float) -> None:
     """Join the ranks, probe the links, and measure, unless they do not hold what they say.
 
-    limit, of_race: seconds of all steps together, and of a way's race; without any there is none.
+    limit, of_race: seconds of all steps together, and of a way's race; without any there is none. out: the record, which other
+    ranks may have begun.
     """
     signal.alarm(HANGING)
     sockets = dict.fromkeys(SOCKETS, "1" if how == "pacing" else "2")
     os.environ.update({**NCCL, **TUNED, **sockets, "NCCL_SOCKET_IFNAME": os.environ["GLOO_SOCKET_IFNAME"]})
-    bench = Bench(how, backend, device, out)
-    found = bench.record["probe"] = {"how": how, "backend": backend, **probe(bench, RATES[device])}
+    bench = Bench(how, backend, device, out, report.read(Path(out)) if Path(out).is_file() else None)
+    record = bench.record
+    if "probe" not in record:
+        record["probe"] = {"how": how, "backend": backend, **probe(bench, RATES[device])}
     signal.alarm(0)
+    found, lines = record["probe"], record["lines"]
     if how != "none" and not found["claimed"]:
-        bench.record["refused"] = f"{how}, {backend}: no rate may be claimed: {json.dumps(found)}"
+        record["refused"] = f"{how}, {backend}: no rate may be claimed: {json.dumps(found)}"
     elif backend == "nccl" and found["collective_us"] > SLOW:
-        bench.record["refused"] = f"{how}, nccl: a small collective takes {found['collective_us']} us, for turns on the GPU"
+        record["refused"] = f"{how}, nccl: a small collective takes {found['collective_us']} us, for turns on the GPU"
     if bench.out:
-        report.write(bench.out, bench.record)
-    began, rates = time.monotonic(), ["none", *found["claimed"]]
-    for door, way in WAYS if "refused" not in bench.record else ():
-        kept: Record = {}
-        for rate in rates:
-            share = (limit - bench.since(began)) / (len(WAYS) * len(rates) - len(bench.record["lines"]))
-            known = {"door": door, "way": way, "rate": rate}
-            attempt(bench.record, "lines", known, partial(timed, bench, door, way, rate, share, kept), bench.out)
-    for way in RACE if of_race and "refused" not in bench.record else ():
+        report.write(bench.out, record)
+    began, rates, kept = time.monotonic(), ["none", *found["claimed"]], Record()
+    has_ended = bool(lines) and "error" in lines[-1]  # of the ranks before
+    for i, ((door, way), rate) in enumerate(itertools.product(WAYS, rates) if "refused" not in record else ()):
+        if i < len(lines):
+            continue
+        known = {"door": door, "way": way, "rate": rate}
+        if i % len(rates) == 0:
+            kept, has_ended = {}, False
+        if has_ended:
+            lines.append({**known, "left_out": "it did not end at another rate"})
+            continue
+        share = (limit - bench.since(began)) / (len(WAYS) * len(rates) - i)
+        bench.attempt("lines", known, share, partial(timed, bench, door, way, rate, share, kept))
+    for way in RACE[len(record["race"]) :] if of_race and "refused" not in record else ():
         known = {"way": way, "rate": rates[min(1, len(rates) - 1)]}
-        attempt(bench.record, "race", known, partial(race, bench, limit=of_race, **known), bench.out)
+        bench.attempt("race", known, of_race, partial(race, bench, limit=of_race, **known))
     bench.door.end()
     sys.stdout.flush()
     os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done

@@ -1,6 +1,7 @@
 """All that can be made before there is a GPU machine, packed into one folder that travels with the checkout; and its use there.
 
-The pack has the extension, Horovod with NCCL, data of trainings, and a note with the commit, since the GPU machine has no .git.
+The pack has the extension, Horovod with NCCL, data of trainings, the programs that shape links, and a note with the commit,
+since the GPU machine has no .git.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from laboratory import machine
+from laboratory.cluster import network
 from laboratory.gpu import stages
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage, marked
 from laboratory.machine import ROOT
@@ -34,12 +37,22 @@ MOST, LIMIT = 64 << 20, 3600.0
 # The data of the trainings, which are packed as they are.
 PICTURES, TEXT = "cifar10-25k.npz", "tinyshakespeare.txt"
 
+# The programs that shape links, from a Debian package, and the libraries that every machine with a glibc has.
+PROGRAMS, IPROUTE2 = ("ip", "tc"), "iproute2"
+OF_GLIBC = ("ld-linux", "libc", "libdl", "libm", "libpthread", "librt")
+STARTER = """#!/bin/sh
+here=${{0%/*}}/lib
+LD_LIBRARY_PATH="$here" exec "$here/{program}" "$@"
+"""
+
 EXTENSION = """
 import json
 from gradcomp.native import extension
 print("@" + json.dumps({"cuda": extension.BUILT_WITH_CUDA, "file": extension.native.__file__}))
 """
 HOROVOD = 'import json, horovod.torch as hvd; print("@" + json.dumps({"nccl": bool(hvd.nccl_built()), "file": hvd.__file__}))'
+# What is used of a pack, and the program that tells whether it is.
+PARTS = {"extension": EXTENSION, "horovod": HOROVOD, IPROUTE2: ""}
 NCCL = "import nvidia.nccl; print(next(iter(nvidia.nccl.__path__)))"
 SITE = "import sysconfig; print(sysconfig.get_path('platlib'))"
 
@@ -52,6 +65,7 @@ def prepare(data: Path | None) -> int:
     parts = [
         [Stage("pictures", partial(copied, file=PICTURES, data=data), LIMIT)],
         [Stage("text", partial(copied, file=TEXT, data=data), LIMIT)],
+        [Stage(IPROUTE2, programs, LIMIT)],
         [Stage("environment", environment, LIMIT, required=True)],
         [Stage("extension", extension, LIMIT)],
         [Stage("horovod", horovod, LIMIT)],
@@ -82,6 +96,23 @@ def copied(clock: Clock, file: str, data: Path | None) -> Record:
     if data is None or not (data / file).is_file():
         raise Impossible(f"left out, and with it a training: name a folder that has {file} by --data")
     shutil.copy(data / file, stages.PACK)
+    return {}
+
+
+def programs(clock: Clock) -> Record:
+    """Pack the programs that shape links, each with its libraries and a script that starts it with them."""
+    packed = stages.PACK / IPROUTE2
+    (packed / "lib").mkdir(parents=True)
+    for name in PROGRAMS:
+        if (found := network.find(name)) is None:
+            shutil.rmtree(packed)
+            raise Impossible(f"left out: {name} is missing; install the Debian package {IPROUTE2}")
+        shutil.copy(found, packed / "lib" / name)
+        libraries = re.findall(r"^\s*(\S+) => (/\S+)", clock.command(["ldd", found]), re.MULTILINE)
+        for library, path in libraries:
+            if library.partition(".")[0] not in OF_GLIBC:
+                shutil.copy(path, packed / "lib" / library)
+        (packed / name).write_text(STARTER.format(program=name))
     return {}
 
 
@@ -167,7 +198,7 @@ def install(clock: Clock, arch: str | None) -> tuple[list[str], list[str]]:
     """
     note = stages.prepared()
     used, said = [], []
-    for part, probe in (("extension", EXTENSION), ("horovod", HOROVOD)):
+    for part in PARTS:
         if part not in note.get("packed", ()):
             continue
         copied: list[Path] = []
@@ -175,15 +206,29 @@ def install(clock: Clock, arch: str | None) -> tuple[list[str], list[str]]:
             if part == "extension":
                 _check(note, arch)
             copied = _copied(part)
-            found = marked(clock.command([sys.executable, "-c", probe], cwd=stages.BUILD))["file"]
-            if stages.PACKAGE not in Path(found).parents:
-                raise Failed(f"Python {platform.python_version()} imports another one, {found}")
+            _try(clock, part)
             used.append(part)
         except Failed as error:
             said.append(f"the prepared {part} is not used: {str(error).splitlines()[-1]}")
             for path in copied:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     return used, said
+
+
+def offer_programs() -> None:
+    """Let this process, and those that it starts, find the programs of the pack where the machine has none."""
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{stages.PACKAGE / 'bin'}"
+
+
+def _try(clock: Clock, part: str) -> None:
+    """Raise Failed if a part that was copied does not work here."""
+    if part == IPROUTE2:
+        for name in PROGRAMS:
+            clock.command([stages.PACKAGE / "bin" / name, "-V"])
+        return
+    found = marked(clock.command([sys.executable, "-c", PARTS[part]], cwd=stages.BUILD))["file"]
+    if stages.PACKAGE not in Path(found).parents:
+        raise Failed(f"Python {platform.python_version()} imports another one, {found}")
 
 
 def _check(note: Record, arch: str | None) -> None:
@@ -197,4 +242,9 @@ def _copied(part: str) -> list[Path]:
     """Copy a part of the pack. Return the copies."""
     if part == "extension":
         return [Path(shutil.copy(each, stages.PACKAGE / "gradcomp")) for each in stages.PACK.glob("_native*.so")]
+    if part == IPROUTE2:
+        there = Path(shutil.copytree(stages.PACK / part, stages.PACKAGE / "bin"))
+        for path in there.rglob("*"):
+            path.chmod(0o755)  # which may have been lost on the way
+        return [there]
     return [Path(shutil.copytree(each, stages.PACKAGE / each.name)) for each in (stages.PACK / "horovod").iterdir()]

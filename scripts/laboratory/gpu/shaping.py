@@ -37,9 +37,8 @@ def missing(how: str) -> str:
         return ""
     for tool in ("ip", "tc", "unshare"):
         if not network.find(tool):
-            return (
-                f"the program {tool} is missing; install the Debian package {'util-linux' if tool == 'unshare' else 'iproute2'}"
-            )
+            remedy = "util-linux" if tool == "unshare" else "iproute2, or let gpu_check --prepare pack it where it is"
+            return f"the program {tool} is missing; install the Debian package {remedy}"
     if subprocess.run([*_as_root("--net"), "true"], capture_output=True).returncode:
         return "this user may not make network namespaces; run it as root (in a container: docker run --privileged)"
     return ""

@@ -131,6 +131,7 @@ def stages(call: str, gpu: Gpu | None) -> list[list[Stage]]:
 
 def sitting(calls: Sequence[str], gpu: Gpu | None, folder: Path, within: float) -> list[Record]:
     """Make calls one after another, within so many seconds together. Return the records of their stages."""
+    packing.offer_programs()
     end, every = time.monotonic() + within, list[Record]()
     for call in calls:
         output = Output(folder, call, gpu)
@@ -269,12 +270,17 @@ def trained(clock: Clock, device: str, module: str, parts: str, data: Path | Non
     command += ["--data", data] if data else []
     command += ["--seconds", f"{clock.left() - STARTING:.0f}"] if parts == "trainings" else []
     variables = {} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
-    return without_errors(kept(clock, command, **variables), parts)
+    return without_errors(kept(clock, command, {}, **variables), parts)
 
 
-def kept(clock: Clock, words: Sequence[str | Path], **variables: str) -> Record:
-    """Run a program that writes its record anew after each of its parts to --out. However it ends, keep what it wrote."""
+def kept(clock: Clock, words: Sequence[str | Path], begun: Record, **variables: str) -> Record:
+    """Run a program that writes its record anew after each of its parts to --out. However it ends, keep what it wrote.
+
+    begun: the record that it finds there; none if empty.
+    """
     out = clock.log.with_suffix(".json")  # beside the result: it remains if the whole call is ended
+    if begun:
+        report.write(out, begun)
     try:
         clock.command([*words, "--out", out.absolute()], cwd=BUILD, **variables)
     except Failed as error:
@@ -300,9 +306,8 @@ def linked(clock: Clock, device: str, count: int, limit: float, of_race: float) 
             said += [] if f"{how}: {lacking}" in said else [f"{how}: {lacking}"]
             continue
         fields = {"device": device, "backend": backend, "how": how, "limit": limit, "of_race": of_race}
-        job = ["laboratory.gpu.links", json.dumps(fields)]
         try:
-            found = kept(clock, shaping.command(how, count, job), OMP_NUM_THREADS="1")
+            found = _in_spite_of_ends(clock, fields, count)
         except Failed as error:
             if error.figures and error.figures["lines"]:
                 raise
@@ -312,6 +317,25 @@ def linked(clock: Clock, device: str, count: int, limit: float, of_race: float) 
             return without_errors({**found, "said": said}, "lines", "race")
         said.append(found["refused"])
     raise Failed("\n".join(said))
+
+
+def _in_spite_of_ends(clock: Clock, fields: Record, count: int) -> Record:
+    """Start new ranks where some ended, as with a way that hangs: they go on behind it, in the time that is left."""
+    began, found = time.monotonic(), Record()
+    while True:
+        left = {"limit": max(0.0, fields["limit"] - (time.monotonic() - began))} if found else {}
+        job = ["laboratory.gpu.links", json.dumps({**fields, **left})]
+        before = _parts(found)
+        try:
+            return kept(clock, shaping.command(fields["how"], count, job), found, OMP_NUM_THREADS="1")
+        except Failed as error:
+            found = error.figures or {}
+            if clock.left() <= 0 or _parts(found) <= before:
+                raise
+
+
+def _parts(found: Record) -> int:
+    return len(found.get("lines", ())) + len(found.get("race", ()))
 
 
 def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:
