@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.aliases import either
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
@@ -60,6 +61,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: "torch.amp.GradScaler | None" = None,
     bucket_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
     seed: int = 0,
 ) -> Handle:
     """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
@@ -75,6 +77,7 @@ def attach(
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
             most four buckets.
+        bucket_cap_mb: The same, by DDP's name.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
@@ -100,7 +103,7 @@ def attach(
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     for each in optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]:
         check_optimizer(each)
-    parameters, options = Parameters(named), Options(bucket_mb, seed)
+    parameters, options = Parameters(named), Options(either(None, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb), seed)
     stock = (torch.float32, torch.bfloat16) if torch.float32 in parameters.types else (torch.float32,)
     if not exchanged().isdisjoint(parameters.by_id):
         gc.collect()  # each rank would end an exchange that nobody has any more at a moment of its own

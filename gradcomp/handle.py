@@ -131,6 +131,8 @@ class Handle:
             self._session.attend()
             raise
 
+    set_spec = change
+
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer
         named = dict(session.slots.without_gradient) | session.slots.parameters

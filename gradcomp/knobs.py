@@ -25,7 +25,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 class Knob:
     """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
 
-    word: a text that stands in place of a number, or an empty one.
+    word: a text that stands in place of a number, or an empty one. also: another name, in specs.
     default_of: the default of an instance, if it has its own.
     """
 
@@ -38,6 +38,7 @@ class Knob:
     multiple: int = 1
     word: str = ""
     default_of: Callable[[Any], Any] | None = None
+    also: str = ""
 
     def allows(self, value: Any) -> bool:
         """Say whether a value of the right type is in the range."""
@@ -85,6 +86,7 @@ def knob(
     multiple: int = 1,
     word: str = "",
     default_of: Callable[[Any], Any] | None = None,
+    also: str = "",
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
@@ -99,8 +101,9 @@ def knob(
         multiple: A number that divides every allowed value.
         word: A text allowed in place of a number.
         default_of: The default of an instance, if it has its own.
+        also: Another name, in specs.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, word, default_of)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, word, default_of, also)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 
@@ -150,7 +153,7 @@ def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
             return text
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-        return kind(text)
+        return kind(f"{text[:-1]}e-2" if kind is float and text.endswith("%") else text)
     except (ValueError, KeyError):
         raise ValueError(f"{spec!r}: {field.name}={text} must be {_in_words(field)}") from None
 

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from gradcomp import saved
+from gradcomp.aliases import either
 from gradcomp.core.by_host import between_hosts
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.bucket import GRADIENT_TYPES
@@ -33,8 +34,8 @@ from gradcomp.spec import auto_of, make
 
 __all__ = ["LocalSteps"]
 
-# The outer step, where the user leaves it open.
-RATE, MOMENTUM = 0.9, 0.7
+# The steps between synchronizations, and the outer step, where the user leaves them open.
+EVERY, RATE, MOMENTUM = 30, 0.9, 0.7
 
 _NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as sign"
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
@@ -84,10 +85,11 @@ class LocalSteps:
             gradients within the site: local steps are between sites then. All sites have equally many ranks.
         optimizer: The optimizer of its steps. A scheduler goes on to act on this one.
         spec: "name:knob=value", or a compressor.
-        every: The steps from one synchronization to the next.
+        every: The steps from one synchronization to the next, or sync_every; 30 by default.
         outer_lr: The rate of the outer step; None: 0.9.
         outer_momentum: Its Nesterov momentum; None: 0.7.
-        fragments: The parts of the model that are exchanged in turn, each while the next every / fragments steps run.
+        fragments: The parts of the model, or num_fragments, that are exchanged in turn, each while the next every / fragments
+            steps run; 1 by default.
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
@@ -96,7 +98,7 @@ class LocalSteps:
         RuntimeError: There is no network.
 
     Example:
-        >>> local = gradcomp.local.LocalSteps(model, optimizer, "sign", every=32)
+        >>> local = gradcomp.local.LocalSteps(model, optimizer, "sign", sync_every=32)
         >>> for inputs, targets in batches:
         ...     local.zero_grad()
         ...     loss_of(model(inputs), targets).backward()
@@ -110,16 +112,19 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         spec: str | Compressor = "sign",
         *,
-        every: int = 30,
+        every: int | None = None,
+        sync_every: int | None = None,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
-        fragments: int = 1,
+        fragments: int | None = None,
+        num_fragments: int | None = None,
         seed: int = 0,
     ):
         model, site = find_model(model, optimizer)
         if auto_of(spec) is not None:
             raise ValueError(_NOT_YET)
-        self._every, count = _whole("every", every), _whole("fragments", fragments)
+        self._every = every = _whole("every", either(EVERY, every=every, sync_every=sync_every))
+        count = _whole("fragments", either(1, fragments=fragments, num_fragments=num_fragments))
         parameters = Parameters(model.named_parameters())
         weights = {slot.name: slot.parameter for slot in parameters.slots}
         if not weights:

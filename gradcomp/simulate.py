@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.aliases import either
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
@@ -36,9 +37,9 @@ class Simulation:
     Args:
         spec: "name:knob=value", or a compressor.
         shapes: The shapes of the model's parameters, by name.
-        world: The number of ranks.
+        world: The number of ranks; or world_size.
         seed: The seed of random draws.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; or bucket_cap_mb. 25 by default.
         device: The device of the gradients.
         ranks_per_host: The number of ranks on each simulated host.
         optimizer: The source of learning rates, for specs that need them.
@@ -51,7 +52,7 @@ class Simulation:
         ValueError: A spec, a shape or a number does not fit.
 
     Example:
-        >>> simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (4,)}, world=2)
+        >>> simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (4,)}, world_size=2)
         >>> update = simulation.step([{"w": torch.randn(4)}, {"w": torch.randn(4)}])["w"]
     """
 
@@ -59,15 +60,18 @@ class Simulation:
         self,
         spec: str | Compressor,
         shapes: Mapping[str, Sequence[int]],
-        world: int,
+        world: int | None = None,
         seed: int = 0,
         *,
-        bucket_mb: float = 25,
+        world_size: int | None = None,
+        bucket_mb: float | None = None,
+        bucket_cap_mb: float | None = None,
         device: str | torch.device = "cpu",
         ranks_per_host: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     ):
+        world = either(0, world=world, world_size=world_size)
         if world < 1:
             raise ValueError(f"world={world} must be at least 1: a simulation needs at least one rank")
         if ranks_per_host < 1:
@@ -82,6 +86,7 @@ class Simulation:
         slots, self._board = Slots([*self._slots.values()]), Board(world)
         networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
         self._optimizer, self._layer_of = optimizer, {id(each): name for name, each in named.items()}
+        bucket_mb = either(None, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb)
         options, door = Options(bucket_mb, seed, memory=Memory()), Door(has_rates=optimizer is not None)
         first = Session(make(spec), slots, networks[0], options, door)
         self._sessions = [first]
@@ -98,6 +103,8 @@ class Simulation:
         """
         compressor = make(spec)
         self._together([session.resume.changing(compressor) for session in self._sessions])
+
+    set_spec = change
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """Run one step, and return the mean update by name.

@@ -98,14 +98,20 @@ def kind_of(name: str) -> type[Compressor]:
     return found
 
 
+def class_called(name: str) -> type[Compressor]:
+    """Find the class of this name: that of the compressor whose name has the same letters."""
+    return kind_of(next(each for each in names() if each.replace("_", "") == name.lower()))
+
+
 def make(spec: str | Compressor) -> Compressor:
     """Make the compressor that a spec describes.
 
     A compressor that needs error feedback gets it unless the spec says feedback=false. This includes compressor objects.
 
     Args:
-        spec: `"name"` or `"name:knob=value,knob=value"`. Rules for layers may follow, as in
-            `"sdagc; *.bias=dense; embed*=topk"`: the first pattern that matches a layer's name decides. Or a compressor.
+        spec: `"name"` or `"name:knob=value,knob=value"`, as in `"topk:ratio=1%"`. Rules for layers may follow, as in
+            `"sdagc; *.bias=dense; embed*=topk"`: the first pattern that matches a layer's name decides. Or a compressor, such
+            as `gradcomp.TopK(ratio=0.01)`.
 
     Returns:
         The compressor. Its `str()` is the canonical spec: the name, and the knobs that differ from their defaults.
@@ -150,11 +156,12 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
     return _by_layer(list(rules.items()), default)
 
 
-def describe(name: str) -> str:
+def describe(name: str | Compressor) -> str:
     """Describe a compressor: its method, and its knobs with their defaults and ranges.
 
     Args:
-        name: A compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
+        name: A compressor's name, a spec, or a compressor. A spec's own values stand in place of the defaults. Rules for layers
+            are listed.
 
     Returns:
         Text for a terminal, as `gradcomp describe NAME` prints it.
@@ -165,6 +172,7 @@ def describe(name: str) -> str:
     Examples:
         >>> print(gradcomp.describe("topk:ratio=0.05"))  # doctest: +SKIP
     """
+    name = str(name)
     first, *rest = (part.strip() for part in name.split(";"))
     if not rest and (auto := auto_of(first)) is not None:
         return f"{first}\n\n{inspect.getdoc(auto)}\n\nKnobs:\n{knobs.table_of(auto)}"
@@ -186,6 +194,9 @@ def describe(name: str) -> str:
         lines = [f"  {pattern} = {spec}" for pattern, spec in rules]
         parts.append("\n".join(["Rules for layers; the first that matches decides:", *lines]))
     return "\n\n".join(parts)
+
+
+list_compressors, make_compressor = names, make
 
 
 def summary(name: str) -> str:
@@ -238,13 +249,14 @@ def settings_of(spec: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the knobs of a spec. fields: those that its name knows."""
     name, _, tail = spec.strip().partition(":")
     settings: dict[str, Any] = {}
+    fields = {**fields, **{also: field for field in fields.values() if (also := knobs.declaration(field).also)}}
     for knob_, text in _split(spec, tail, [*fields]):
-        if knob_ in settings:
-            raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
+        if knob_ in fields and fields[knob_].name in settings:
+            raise ValueError(f"{spec!r}: the knob {fields[knob_].name!r} is given twice; keep one")
         if knob_ not in fields:
             near = knobs.suggestion(knob_, [*fields])
             raise ValueError(f"{spec!r}: {name.strip()} has no knob {knob_!r}{near}; known: {', '.join(fields)}")
-        settings[knob_] = knobs.parse(spec, fields[knob_], text)
+        settings[fields[knob_].name] = knobs.parse(spec, fields[knob_], text)
     return settings
 
 

@@ -24,6 +24,7 @@ PACKAGE = ROOT / "gradcomp"
 # From the ground up: the files of a room import only from their own room and from those that stand before it.
 ROOMS = [
     "_version",
+    "aliases",
     "native",
     "knobs",
     "saved",
@@ -232,7 +233,8 @@ def test_each_outside_world_has_one_door() -> None:
 def test_files_of_one_algorithm_stay_in_its_folder() -> None:
     for folder in (path for path in (PACKAGE / "compressors").iterdir() if path.is_dir() and path.name != "__pycache__"):
         prefix = f"gradcomp.compressors.{folder.name}"
-        assert all(path.startswith(f"compressors/{folder.name}/") for path in importers(prefix)), prefix
+        others = importers(prefix) - {"__init__.py"}  # which imports all classes, for type checkers and editors
+        assert all(path.startswith(f"compressors/{folder.name}/") for path in others), prefix
 
 
 def test_no_file_says_the_name_of_an_algorithm_outside_its_room() -> None:
@@ -258,7 +260,7 @@ def test_every_file_fits_a_few_screens() -> None:
         assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, path.relative_to(ROOT)
 
 
-MOST_ARGUMENTS, PUBLIC = 8, {"Simulation"}
+MOST_ARGUMENTS, PUBLIC = 8, {"LocalSteps", "Simulation"}
 
 
 def arguments_of(kind: ast.ClassDef) -> list[str]:
@@ -369,7 +371,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_620, 124), "scripts": (11_622, 89), "tests": (37_830, 274)}
+TOTALS = {"gradcomp": (17_751, 125), "scripts": (11_622, 89), "tests": (37_855, 274)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from gradcomp import knobs
+from gradcomp.aliases import either
 from gradcomp.compressors.dense import Dense
 from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.core.requests import Payload, World
@@ -50,7 +51,13 @@ FIRST_GAIN = 0.1
 class Sdagc(Compressor):
     """Sends entries above a threshold. lam=3.3 sends 0.1 % of normal entries, lam=4.9 of Laplace entries."""
 
-    density: float = knob(0.01, "share of entries sent, with lam=auto; lower = fewer bytes, staler gradients", above=0, below=1)
+    density: float = knob(
+        0.01,
+        "share of entries sent, with lam=auto, or ratio; lower = fewer bytes, staler gradients",
+        above=0,
+        below=1,
+        also="ratio",
+    )
     lam: float | str = knob(
         "auto",
         "threshold in standard deviations; auto: steered to send density; a number: fixed",
@@ -75,8 +82,16 @@ class Sdagc(Compressor):
     lr_revision: str = knob("none", "density: lower a set density as the rate falls", choices=("none", "density"))
     route: str = routes.route_knob()
     wire: str = wire_knob()
+    ratio: InitVar[float | None] = None
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"high": ["sdagc"]}
+
+    def __post_init__(self, ratio: float | None) -> None:
+        """ratio: another name of density."""
+        if ratio is not None:
+            given = None if self.density == Sdagc.density else self.density
+            object.__setattr__(self, "density", either(None, ratio=ratio, density=given))
+        super().__post_init__()
 
     @property
     def traits(self) -> Traits:

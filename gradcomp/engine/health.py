@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.core.compressor import Acc, Compressor, Steps
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy
@@ -98,4 +99,4 @@ class Health:
         first, *others = self._layers
         layers = repr(first) + (f" and {len(others)} more layers" if others else "")
         self.warning = _WARNING.format(spec=self._compressor, layers=layers, why=why, remedy=remedy(self._compressor))
-        warnings.warn(self.warning, stacklevel=2)
+        warnings.warn(self.warning, GradcompWarning, stacklevel=2)

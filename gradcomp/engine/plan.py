@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.core.compressor import Compressor, Layer, Layout
 from gradcomp.engine.feedback import Feedback, with_feedback
 
@@ -60,7 +61,7 @@ def plan(
     if not isinstance(given, numbers.Real) or not float(given) > 0:
         raise ValueError(f"bucket_mb={given!r} must be a number above 0")
     if layers and (reason := compressor.misfit(names or list(layers))):
-        warnings.warn(f"{compressor}: {reason}", stacklevel=2)
+        warnings.warn(f"{compressor}: {reason}", GradcompWarning, stacklevel=2)
     buckets: list[tuple[Compressor, list[str]]] = []
     last_of: dict[tuple[Compressor, torch.device, Hashable], int] = {}
     sizes: dict[int, int] = {}

@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from gradcomp.aliases import either
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
@@ -92,6 +93,7 @@ class Compression(Handle):
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
             most four buckets.
+        bucket_cap_mb: The same, by DDP's name.
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
@@ -113,6 +115,7 @@ class Compression(Handle):
         optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
         bucket_mb: float | None = None,
+        bucket_cap_mb: float | None = None,
         seed: int = 0,
     ):
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
@@ -122,6 +125,7 @@ class Compression(Handle):
         if optimizer is not None:
             check_optimizer(optimizer)
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
+        bucket_mb = either(None, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb)
         options, self._parameters = Options(bucket_mb, seed), Parameters(named_parameters)
         stock = (torch.float32,) if self._parameters.types <= SUMMED else ()
         self._door = HorovodDoor(_UNKNOWN, _AFTER_FAILURE, has_optimizers=True, needs_gradients=True, name="Horovod")

@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import optimizer as horovod_optimizer
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.reducer import Stats
 from gradcomp.engine.slots import named_of
@@ -36,6 +37,7 @@ def DistributedOptimizer(
     *,
     scaler: torch.amp.GradScaler | None = None,
     bucket_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
     seed: int = 0,
     **stock_options: Any,
 ) -> CompressedOptimizer:
@@ -50,6 +52,7 @@ def DistributedOptimizer(
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
             most four buckets.
+        bucket_cap_mb: The same, by DDP's name.
         seed: The seed of random draws, equal on all ranks.
         stock_options: Any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes
             its own buckets. Sparse gradients are exchanged densely, with a warning unless sparse_as_dense=True.
@@ -72,8 +75,8 @@ def DistributedOptimizer(
     stock_options.pop("num_groups", None)
     named = named_of(optimizer, named_parameters)
     process_set = stock_options.get("process_set", hvd.global_process_set)
-    options = {"process_set": process_set, "optimizer": optimizer, "scaler": scaler, "bucket_mb": bucket_mb, "seed": seed}
-    door = Compression(compression, named, **options)
+    options = {"process_set": process_set, "optimizer": optimizer, "scaler": scaler, "seed": seed}
+    door = Compression(compression, named, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb, **options)
     door._session.sums = op == hvd.Sum
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if carrier_free():
@@ -84,6 +87,7 @@ def DistributedOptimizer(
     else:
         warnings.warn(
             f"Horovod {version()} is untested (tested: 0.28.1); falling back to the slower carrier route",
+            GradcompWarning,
             stacklevel=2,
         )
     stock.compression = door

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.native import cuda_versions
 
 try:
@@ -50,7 +51,7 @@ BUILT_WITH_CUDA: bool = native.built_with_cuda
 CUDA_VERSION: int = native.cuda_version
 
 if BUILT_WITH_CUDA and (misfit := cuda_versions.misfit(CUDA_VERSION, cuda_versions.driver_version(), torch.version.cuda)):
-    warnings.warn(misfit, RuntimeWarning, stacklevel=2)
+    warnings.warn(misfit, GradcompWarning, stacklevel=2)
 
 
 def _public_stream(index: int) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradcomp.aliases import either, formerly
+from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import World
 from gradcomp.engine.plan import checked_shapes
 from gradcomp.prediction import measure, shards
@@ -124,6 +126,7 @@ class Prediction:
         return "\n".join((self.advice, "", about, "", *rows, *out))
 
 
+@formerly(forward="forward_time", backward="backward_time", optimizer="optimizer_time")
 def predict(
     model: nn.Module | Mapping[str, Sequence[int]],
     ranks: int,
@@ -131,12 +134,13 @@ def predict(
     hosts: int | None = None,
     link: str | Link = "10Gbit/s",
     latency: str = "50us",
-    forward: float,
-    backward: float,
-    optimizer: float = 0.0,
-    specs: Sequence[str] | None = None,
+    forward_time: float,
+    backward_time: float,
+    optimizer_time: float = 0.0,
+    specs: Sequence[str | Compressor] | None = None,
     fsdp: bool = False,
     bucket_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
     device: str | torch.device | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
@@ -148,15 +152,16 @@ def predict(
         hosts: The hosts of the cluster; one for each rank by default.
         link: The bandwidth between hosts; or a Link, of gradcomp.prediction.link.
         latency: The latency of a message between hosts.
-        forward: Seconds of a forward pass.
-        backward: Seconds of a backward pass.
-        optimizer: Seconds of the optimizer's step.
+        forward_time: Seconds of a forward pass.
+        backward_time: Seconds of a backward pass.
+        optimizer_time: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
             learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" has the weights travel in
             bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; what acts over no shards is left out.
         fsdp: Predict FSDP2 over shards on all ranks. Each part of a list of modules, such as blocks.0, is sharded by itself.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
             most four buckets.
+        bucket_cap_mb: The same, by DDP's name.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
         tell: Called with the work under way, and the share that is done.
 
@@ -173,9 +178,11 @@ def predict(
     layers = layers or {name: (tuple(shape), True, torch.float32) for name, shape in shapes.items()}
     link = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
     hosts = ranks if hosts is None else hosts
-    world, work = _world(ranks, hosts), _work(shapes, forward, backward, optimizer)
+    bucket_mb = either(None, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb)
+    world, work = _world(ranks, hosts), _work(shapes, forward_time, backward_time, optimizer_time)
     every = shards.every_way() if fsdp else [*measure.BASELINES, *names()]
-    asked = every if specs is None else [specs] if isinstance(specs, str) else specs
+    given = every if specs is None else [specs] if isinstance(specs, str | Compressor) else specs
+    asked = [str(each) if isinstance(each, Compressor) else each for each in given]
     if other := [spec for spec in asked if not isinstance(spec, str)]:
         raise ValueError(f"specs has {other[0]!r}; write each spec as a text, such as 'topk:ratio=0.01'")
     if fsdp and bucket_mb is not None:
@@ -234,12 +241,12 @@ def _why_not(spec: str) -> str | None:
 
 def _work(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
     """Return the computing of a step, in which backward takes as long for each layer as the layer is large."""
-    for name, each in (("forward", forward), ("backward", backward), ("optimizer", optimizer)):
+    for name, each in (("forward_time", forward), ("backward_time", backward), ("optimizer_time", optimizer)):
         if not (isinstance(each, (int, float)) and 0 <= each < math.inf):
             raise ValueError(f"{name}={each!r} must be a time in seconds")
     if not (forward or backward or optimizer):
         raise ValueError(
-            "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
+            "forward_time=0 and backward_time=0: with nothing to compute there is nothing to compare with; give a microsecond"
         )
     behind = list(itertools.accumulate(math.prod(shape) for shape in reversed(shapes.values())))
     ready = {name: part / behind[-1] for name, part in zip(reversed(shapes), behind, strict=True)}

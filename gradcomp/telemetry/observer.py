@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
 from gradcomp.engine.digests import differences, digests
@@ -169,7 +170,8 @@ def _takes(writer: Writer, record: Record) -> bool:
     try:
         writer(copy.deepcopy(record))
     except Exception as error:
-        warnings.warn(f"the telemetry's writer {writer!r} gets no more records, since it failed: {error!r}", stacklevel=2)
+        text = f"the telemetry's writer {writer!r} gets no more records, since it failed: {error!r}"
+        warnings.warn(text, GradcompWarning, stacklevel=2)
         return False
     return True
 

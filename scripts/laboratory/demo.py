@@ -132,7 +132,7 @@ def prediction(options: argparse.Namespace) -> list[str]:
     forward, backward = map(statistics.median, zip(*passes, strict=True))
     half = HALF[options.door]
     own = [spec for spec in options.specs if spec != half]
-    found = predict(model, RANKS, link=options.rate, forward=forward, backward=backward, specs=own, tell=progress)
+    found = predict(model, RANKS, link=options.rate, forward_time=forward, backward_time=backward, specs=own, tell=progress)
     progress.end()
     return [f"{1e3 * found[way].seconds:.0f} ms" for way in (DENSE, *options.specs)]
 

@@ -63,7 +63,7 @@ def test_an_import_says_that_no_kernel_will_run_under_an_older_driver(tmp_path: 
     done = imported_under(12080, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "12080\n"
-    assert "RuntimeWarning: gradcomp's kernels were built with CUDA 13.0, but the driver serves CUDA 12.8" in done.stderr
+    assert "GradcompWarning: gradcomp's kernels were built with CUDA 13.0, but the driver serves CUDA 12.8" in done.stderr
 
 
 @pytest.mark.parametrize("driver", [13000, 13020])

@@ -21,7 +21,7 @@ from gradcomp.prediction import command, measure, recording_network
 from gradcomp.prediction.predict import device_for, shapes_of
 
 SHAPES = {"a": (700, 1000), "b": (300, 1000)}
-TIMES: dict[str, Any] = {"forward": 0.01, "backward": 0.02}
+TIMES: dict[str, Any] = {"forward_time": 0.01, "backward_time": 0.02}
 CPU = torch.device("cpu")
 
 
@@ -133,11 +133,11 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"device": "foo"}, "device 'foo' is not here"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here"),
         ({"device": "meta"}, "device 'meta' is not here or has no kernels"),
-        ({"forward": "30ms"}, "forward='30ms' must be a time in seconds"),
-        ({"forward": -0.1}, "forward=-0.1 must be a time in seconds"),
-        ({"backward": math.nan}, "backward=nan must be a time in seconds"),
-        ({"forward": 0, "backward": 0}, "nothing to compute there is nothing to compare with"),
-        ({"backward": None}, "backward=None must be a time in seconds"),
+        ({"forward_time": "30ms"}, "forward_time='30ms' must be a time in seconds"),
+        ({"forward_time": -0.1}, "forward_time=-0.1 must be a time in seconds"),
+        ({"backward_time": math.nan}, "backward_time=nan must be a time in seconds"),
+        ({"forward_time": 0, "backward_time": 0}, "nothing to compute there is nothing to compare with"),
+        ({"backward_time": None}, "backward_time=None must be a time in seconds"),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
         ({"specs": ["accumulate:steps=0"]}, "'accumulate:steps=0' is no way .*; write for example accumulate:steps=4"),
@@ -147,7 +147,7 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"model": None}, r"the model, which can be a torch.nn.Module, is a NoneType; pass \{name: shape\}"),
         ({"specs": [None]}, "specs has None; write each spec as a text"),
         ({"model": {}}, "the model has no parameter to train"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, r"optimizer=SGD (.|\n)* must be a time"),
+        ({"optimizer_time": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, r"optimizer_time=SGD (.|\n)* must be a time"),
     ],
 )
 def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:

@@ -22,7 +22,7 @@ from gradcomp.prediction import measure, recording_network, shards
 from gradcomp.prediction.recording_network import RecordingNetwork
 
 RANKS = 4
-TIMES: dict[str, Any] = {"forward": 0.01, "backward": 0.02, "fsdp": True}
+TIMES: dict[str, Any] = {"forward_time": 0.01, "backward_time": 0.02, "fsdp": True}
 SHAPES = {"embedding": (80, 100), "blocks.0.a": (300, 100), "blocks.0.b": (100,), "blocks.1.a": (300, 100), "norm": (10,)}
 GRADIENTS, WEIGHTS = ("blocks", "half", "orq:levels=5"), ("blocks:bits=8", "blocks:bits=5")
 

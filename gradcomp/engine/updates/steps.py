@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradcomp.aliases import GradcompWarning
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
@@ -278,4 +279,4 @@ def warn_user(text: str) -> None:
         stacks = [[*_callers(frame)] for frame in sys._current_frames().values()]
         every += [frame for stack in stacks if _module(stack[-1]) == "__main__" for frame in stack]
     frame = next(filter(_is_users, every), every[0])
-    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
+    warnings.warn_explicit(text, GradcompWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
