@@ -199,7 +199,7 @@ class _Handle(Handle):
     modules: Modules
 
     def stats(self) -> Stats:
-        stats: Stats = {**super().stats(), "exchanges": self.modules.exchanges}
+        stats: Stats = {**super().stats(), "exchanges": self.modules.exchanges, "traffic_ratio": None}
         if self.modules.weights is not None:
             stats["weight_bytes_sent"] = self.modules.weights.sent_in_step
         return stats if self.modules.shards is None else {**stats, "grad_norm": None}  # which is of this rank's shards

@@ -63,8 +63,8 @@ class LocalStats(TypedDict):
 
     exchanges: what the ranks exchange, in words. steps: of the optimizer, also those that a GradScaler skipped.
     synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment, and between sites if there are
-    any. bytes_sent_total: of all. compression: the bytes of all steps' gradients as float32 over bytes_sent_total; None before
-    the first synchronization.
+    any. bytes_sent_total: of all. payload_ratio, or compression: the bytes of all steps' gradients as float32 over
+    bytes_sent_total; None before the first synchronization.
     """
 
     exchanges: str
@@ -73,6 +73,7 @@ class LocalStats(TypedDict):
     bytes_sent: int
     bytes_sent_total: int
     compression: float | None
+    payload_ratio: float | None
 
 
 class LocalSteps:
@@ -242,13 +243,15 @@ class LocalSteps:
         """
         entries = sum(each.numel() for fragment in self._fragments for each in fragment.weights.values())
         counts, sent = self._counts, self._counts["bytes_sent_total"]
+        ratio = 4 * entries * counts["steps"] / sent if sent else None
         return {
             "exchanges": f"progress of {self._every} steps",
             "steps": counts["steps"],
             "synchronizations": counts["synchronizations"],
             "bytes_sent": counts["bytes_sent"],
             "bytes_sent_total": sent,
-            "compression": 4 * entries * counts["steps"] / sent if sent else None,
+            "compression": ratio,
+            "payload_ratio": ratio,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The context of a step: the facts that all buckets of a step share."""
+"""The context of a step: the facts that all buckets of a step share, and the bytes that it sends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,25 @@ def layer_rates(names: Mapping[int, str], optimizers: Iterable[torch.optim.Optim
     """Return the learning rate of each layer that these optimizers train. names: by the id of the parameter."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {names[id(each)]: float(group["lr"]) for group in groups for each in group["params"] if id(each) in names}
+
+
+@dataclass
+class Traffic:
+    """The bytes that a rank hands to the network in a step. between_hosts: as many of them as go to other hosts. dense: of all
+    that the step exchanges, as float32. gathered, reduced: as many of those sent as a ring of all ranks gathers or adds up.
+    """
+
+    sent: int = 0
+    between_hosts: int = 0
+    dense: int = 0
+    gathered: int = 0
+    reduced: int = 0
+
+    def on_interface(self, world: World) -> float:
+        """Return the bytes that leave this rank's host. Where all ranks are on one, each counts as a host of its own."""
+        hosts = world.hosts if world.hosts is not None and len({*world.hosts}) > 1 else range(world.size)
+        sends = (self.sent if isinstance(hosts, range) else self.between_hosts) - self.gathered - self.reduced
+        return (world.size - 1) * (self.gathered + 2 * self.reduced / world.size) + sends * hosts.count(hosts[world.rank])
 
 
 class StepContext:

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import Gather, Reply, Send, bytes_of
+from gradcomp.core.requests import Gather, Reduce, Reply, Send, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
-from gradcomp.engine.context import StepContext
+from gradcomp.engine.context import StepContext, Traffic
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.updates.agreement import Agreement
@@ -78,8 +78,9 @@ class Stats(TypedDict, total=False):
     exchange of updates; None before it, and for other exchanges. health: of each bucket's residual, at the last measurement.
     steps: done; of several optimizers, each one's exchange counts. overlap: exchanges overlap with backward. bytes_dense: of
     what the step exchanged, as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of it as goes to other
-    hosts. compression: bytes_dense / bytes_sent; None before the first step. weight_bytes_sent: by
-    FSDP2's gathers, with weights=, to all other ranks. auto: the choice, and its reason.
+    hosts. payload_ratio, or compression: bytes_dense / bytes_sent; None before the first step. traffic_ratio: the bytes that a
+    ring of the same gradients in float32 sends through a host's interface, over those of this exchange; None over FSDP2.
+    weight_bytes_sent: by FSDP2's gathers, with weights=, to all other ranks. auto: the choice, and its reason.
     """
 
     exchanges: str
@@ -92,6 +93,8 @@ class Stats(TypedDict, total=False):
     bytes_sent: int
     bytes_between_hosts: int
     compression: float | None
+    payload_ratio: float | None
+    traffic_ratio: float | None
     weight_bytes_sent: int
     auto: dict[str, Any]
 
@@ -102,17 +105,6 @@ _NO_RANGE = nullcontext()
 def _range(part: str, bucket: Bucket) -> Any:
     """Make a range, of a part of a bucket's step, in a profiler's trace."""
     return profiler.record_function(f"gradcomp::{part} (bucket {bucket.index})")
-
-
-@dataclass
-class Traffic:
-    """The bytes that a rank hands to the network in a step. between_hosts: as many of them as go to other hosts. dense: of all
-    that the step exchanges, as float32.
-    """
-
-    sent: int = 0
-    between_hosts: int = 0
-    dense: int = 0
 
 
 class Reducer:
@@ -311,7 +303,7 @@ class Reducer:
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
         self.steps_done += 1
-        self.traffic = Traffic(sent, sent)
+        self.traffic = Traffic(sent, sent, reduced=sent)
         if self.clock is not None:
             self.clock.note_last_gradient()
             self.clock.note_end()
@@ -374,8 +366,10 @@ class Reducer:
         else:
             sent = request.payload.bytes.numel() if isinstance(request, Gather) else bytes_of(request)
             self.sending.sent += sent
+            self.sending.gathered += sent if isinstance(request, Gather) else 0
             is_send = isinstance(request, Send)  # which alone names its receivers
             self.sending.between_hosts += bytes_of(request, self.context.world.on_other_host) if is_send else sent
+            self.sending.reduced += sent if isinstance(request, Reduce) else 0
             if self.clock is not None:
                 self.clock.note_request()
             if self._agreement is not None:
@@ -417,6 +411,8 @@ class Reducer:
     def stats(self) -> Stats:
         """Return figures of the last step."""
         dense = self.bytes_dense
+        ratio = dense / self.traffic.sent if self.traffic.sent else None
+        through = self.traffic.on_interface(self.network.world) if self.traffic.sent else 0
         own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
         stats: Stats = {
             "exchanges": self.exchanges,
@@ -432,7 +428,11 @@ class Reducer:
             "bytes_dense": dense,
             "bytes_sent": self.traffic.sent,
             "bytes_between_hosts": self.traffic.between_hosts,
-            "compression": dense / self.traffic.sent if self.traffic.sent else None,
+            "compression": ratio,
+            "payload_ratio": ratio,
+            "traffic_ratio": Traffic(dense, dense, reduced=dense).on_interface(self.network.world) / through
+            if through
+            else None,
         }
         stats.update(own)  # type: ignore[typeddict-item]
         return stats

@@ -17,8 +17,9 @@ from torch import Tensor
 from gradcomp.aliases import GradcompWarning
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
+from gradcomp.engine.context import Traffic
 from gradcomp.engine.digests import differences, digests
-from gradcomp.engine.reducer import Reducer, Traffic
+from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.session import Session
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
