@@ -50,8 +50,6 @@ _POSITIONAL = (
 # DDP's method by which a rank in join() tells that it uses no layers, with find_unused_parameters.
 _MATCH = "_match_unused_params_allreduce"
 
-_DOOR = Door(_UNKNOWN, has_optimizers=True, name="DDP")
-
 
 @by_name(2, _POSITIONAL)
 def attach(
@@ -81,7 +79,7 @@ def attach(
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
-        The handle of the exchange: stats(), residual(), change(), state_dict() and load_state_dict().
+        The handle of the exchange: stats(), residual(), set_spec(), remove(), state_dict() and load_state_dict().
 
     Raises:
         TypeError: The model is not wrapped in DistributedDataParallel.
@@ -107,13 +105,18 @@ def attach(
     stock = (torch.float32, torch.bfloat16) if torch.float32 in parameters.types else (torch.float32,)
     if not exchanged().isdisjoint(parameters.by_id):
         gc.collect()  # each rank would end an exchange that nobody has any more at a moment of its own
-    handle = Handle(spec, parameters, network, options, _DOOR, stock)
+    handle = Handle(spec, parameters, network, options, Door(_UNKNOWN, has_optimizers=True, name="DDP"), stock)
     session = handle._session
     session.updates.gradients.scaler = scaler
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     backward = _BackwardPass(session, model)
+    removed: Any = next((each for _, each in model._comm_hooks if getattr(each, "is_removed", False)), None)
     try:
-        model.register_comm_hook(backward, _hook)
+        if removed is None:
+            model.register_comm_hook(backward, _hook)
+        else:  # DDP lets no hook go
+            vars(removed).update(vars(backward))
+            backward = removed
     except RuntimeError as error:
         if "once" not in str(error):
             raise
@@ -123,7 +126,8 @@ def attach(
         ) from error
     own = [*model.module.named_parameters(), *model.module.named_buffers()]
     share_first((each.detach() for name, each in own if name not in ignored), model.process_group)
-    model.register_forward_pre_hook(backward.look)
+    backward.looking = model.register_forward_pre_hook(backward.look)
+    handle._give_back = backward.give_back
     return handle
 
 
@@ -139,6 +143,7 @@ class _Contents(NamedTuple):
 class _BackwardPass:
     """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
 
+    looking: the hook of look(). is_removed: DDP exchanges gradients as without gradcomp.
     contents: of DDP's buckets, by number. They are the same in every pass, until DDP makes all buckets anew.
     promised: each future, and the buffer that becomes its result. firsts: of the gradients that lie on a GPU. in_bucket:
     gradients lie in the buckets. A copied model's has no session.
@@ -150,7 +155,14 @@ class _BackwardPass:
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.firsts: list[Tensor] = []
         self.contents: dict[int, _Contents] = {}
-        self.has_warned = False
+        self.has_warned = self.is_removed = False
+        self.looking: Any = None
+
+    def give_back(self) -> None:
+        """Exchange gradients as DDP itself does, from now on."""
+        self.is_removed = True
+        self.looking.remove()
+        self.session.reducer.buckets.clear()  # and their memory
 
     def look(self, model: DistributedDataParallel, inputs: Any) -> None:
         """Warn of a copy of the model, whose exchange was left behind. Undo steps that have failed."""
@@ -271,6 +283,8 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
     The exchange runs while backward continues. The last bucket ends the pass, and waits for all updates.
     """
     buffer, session = bucket.buffer(), state.session
+    if state.is_removed:
+        return _stock_mean(state.group, buffer, buffer.dtype, divides=state.in_bucket)
     if bucket.index() == 0:
         state.promised.clear()
         state.firsts.clear()

@@ -7,7 +7,7 @@ dimension of the modules' mesh, which attach() then hides from them: torch has n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from gradcomp.networks.sharded import (
     groups_of,
     hide_replicas,
     modules_of,
+    restoring,
     set_all_gather,
     set_reduce_scatter,
 )
@@ -71,6 +72,10 @@ _WHOLE = (
 _NOTHING_TO_WATCH = (
     "watch() follows residuals and updates over replicas, and {spec} exchanges none over this mesh; read the handle's stats()"
 )
+_UNKNOWN_TO_TORCH = (
+    "remove() would leave the replicas without an exchange: attach() got them as replicas=, and FSDP2 does not know them. Call "
+    'change("dense")'
+)
 _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r}; pass the result of state_dict(), loaded"
 
 
@@ -98,7 +103,7 @@ def attach(
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
-        The handle of the exchange: stats(), residual(), change(), state_dict() and load_state_dict().
+        The handle of the exchange: stats(), residual(), set_spec(), remove(), state_dict() and load_state_dict().
 
     Raises:
         TypeError: The model is none of FSDP2's.
@@ -148,7 +153,9 @@ def attach(
         _share_first(model, mesh.replicas)
     _tell(model, modules, handle.modules)
     lacks_memory = mesh.replicas is not None and any(local(each).is_meta for each in model.parameters())
-    model.register_forward_pre_hook(_Beginning(mesh.replicas if lacks_memory else None), prepend=True)
+    beginning = model.register_forward_pre_hook(_Beginning(mesh.replicas if lacks_memory else None), prepend=True)
+    undo = [beginning.remove, *(restoring(module.group) for module in modules)]
+    handle.undo = undo if replicas is None or mesh.replicas is None else None
     for module in modules:
         reduction: Any = _Reduction(handle.modules, module, mesh)
         set_reduce_scatter(module.fsdp_module, reduction)
@@ -194,9 +201,21 @@ def _share_first(model: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
 
 
 class _Handle(Handle):
-    """The handle of an exchange over FSDP2. Its state is for torch.distributed.checkpoint. modules: exchange gradients."""
+    """The handle of an exchange over FSDP2. Its state is for torch.distributed.checkpoint. modules: exchange gradients.
+    undo: what attach() did; None where torch does not know the replicas.
+    """
 
     modules: Modules
+    undo: Sequence[Callable[[], None]] | None
+
+    def remove(self) -> None:
+        if self.undo is None:
+            raise ValueError(_UNKNOWN_TO_TORCH)
+        super().remove()
+
+    def _give_back(self) -> None:
+        for each in self.undo or ():
+            each()
 
     def stats(self) -> Stats:
         stats: Stats = {**super().stats(), "exchanges": self.modules.exchanges, "traffic_ratio": None}

@@ -21,6 +21,8 @@ from gradcomp.networks import Connection
 from gradcomp.spec import Auto, auto_of, make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
+_REMOVED = "remove() has ended this exchange, and the model trains as without gradcomp: begin another one, as by attach()"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -46,13 +48,27 @@ def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:
     return make(spec if auto is None else EXACT.spec), auto
 
 
+class _Removed:
+    """What a handle has after remove(). kept: the session, which averages states of optimizers that have not stepped yet."""
+
+    spec = "nothing, since remove()"
+
+    def __init__(self, session: Session):
+        self.kept = session
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(_REMOVED)
+
+
 class Handle:
     """One model's exchange on this rank. Each door gives its user one.
 
     Example:
         >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01")
-        >>> handle.stats()["compression"]
+        >>> handle.stats()["payload_ratio"]
     """
+
+    _give_back: Callable[[], None]  # by the door: lets torch or Horovod exchange gradients again
 
     def __init__(
         self,
@@ -65,6 +81,7 @@ class Handle:
     ):
         """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
         compressor, auto = beginning_of(spec)
+        door.agreed["remove()"] = "not called"
         self._session, self._stock = Session(compressor, slots, network, options, door), stock
         self._choose(auto)
 
@@ -132,6 +149,36 @@ class Handle:
             raise
 
     set_spec = change
+
+    def remove(self) -> None:
+        """Deliver what waits, and let torch or Horovod exchange gradients as without gradcomp. All ranks call it, as change().
+
+        The mean of all residuals moves the weights at once, and the optimizers' states become their means, so that nothing is
+        lost. A second call does nothing. attach() may follow.
+
+        Raises:
+            RuntimeError: The call came in the middle of a step, or another rank has not called it within the timeout.
+            ValueError: Another rank called change() in its place. The exchange goes on as before.
+
+        Example:
+            >>> handle.remove()
+        """
+        if self._is_removed:
+            return
+        session = self._session
+        try:
+            session.meet()
+            session.door.agreed["remove()"] = "called"
+            self.change(EXACT.spec)
+        finally:
+            session.door.agreed["remove()"] = "not called"
+        self._give_back()
+        removed: Any = _Removed(session)
+        self._session = removed
+
+    @property
+    def _is_removed(self) -> bool:
+        return isinstance(self._session, _Removed)
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer

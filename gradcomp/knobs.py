@@ -25,7 +25,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 class Knob:
     """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
 
-    word: a text that stands in place of a number, or an empty one. also: another name, in specs.
+    word: a text that stands in place of a number, or an empty one.
     default_of: the default of an instance, if it has its own.
     """
 
@@ -38,7 +38,6 @@ class Knob:
     multiple: int = 1
     word: str = ""
     default_of: Callable[[Any], Any] | None = None
-    also: str = ""
 
     def allows(self, value: Any) -> bool:
         """Say whether a value of the right type is in the range."""
@@ -86,7 +85,6 @@ def knob(
     multiple: int = 1,
     word: str = "",
     default_of: Callable[[Any], Any] | None = None,
-    also: str = "",
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
@@ -101,9 +99,8 @@ def knob(
         multiple: A number that divides every allowed value.
         word: A text allowed in place of a number.
         default_of: The default of an instance, if it has its own.
-        also: Another name, in specs.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, word, default_of, also)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, word, default_of)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 

@@ -238,7 +238,7 @@ def _parse_rule(spec: str, first: str, rule: str) -> tuple[str, str]:
 def _parse(spec: str) -> Compressor:
     kind = kind_of(spec.partition(":")[0].strip())
     fields = knobs.knobs_of(kind)
-    settings = settings_of(spec, {**fields, **COMMON})
+    settings = settings_of(spec, {**fields, **COMMON, **{name: fields[of] for name, of in kind.also.items()}})
     return _wrap(
         kind(**{name: value for name, value in settings.items() if name in fields}),
         {name: value for name, value in settings.items() if name not in fields},
@@ -249,7 +249,6 @@ def settings_of(spec: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the knobs of a spec. fields: those that its name knows."""
     name, _, tail = spec.strip().partition(":")
     settings: dict[str, Any] = {}
-    fields = {**fields, **{also: field for field in fields.values() if (also := knobs.declaration(field).also)}}
     for knob_, text in _split(spec, tail, [*fields]):
         if knob_ in fields and fields[knob_].name in settings:
             raise ValueError(f"{spec!r}: the knob {fields[knob_].name!r} is given twice; keep one")

@@ -51,13 +51,7 @@ FIRST_GAIN = 0.1
 class Sdagc(Compressor):
     """Sends entries above a threshold. lam=3.3 sends 0.1 % of normal entries, lam=4.9 of Laplace entries."""
 
-    density: float = knob(
-        0.01,
-        "share of entries sent, with lam=auto, or ratio; lower = fewer bytes, staler gradients",
-        above=0,
-        below=1,
-        also="ratio",
-    )
+    density: float = knob(0.01, "or ratio: share of entries sent, with lam=auto; lower = fewer bytes, staler", above=0, below=1)
     lam: float | str = knob(
         "auto",
         "threshold in standard deviations; auto: steered to send density; a number: fixed",
@@ -85,9 +79,9 @@ class Sdagc(Compressor):
     ratio: InitVar[float | None] = None
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"high": ["sdagc"]}
+    also: ClassVar[Mapping[str, str]] = {"ratio": "density"}
 
     def __post_init__(self, ratio: float | None) -> None:
-        """ratio: another name of density."""
         if ratio is not None:
             given = None if self.density == Sdagc.density else self.density
             object.__setattr__(self, "density", either(None, ratio=ratio, density=given))

@@ -157,6 +157,7 @@ class Compressor(ABC):
         for_auto: Specs among which auto may choose, by the loss that it must be allowed: none, low or high.
         known_as: Specs by the words that Horovod and torch have for them.
         suits: The training for which README recommends it; empty if for none.
+        also: Other names of knobs, in specs.
 
     Examples:
         A compressor that sends a share of the entries as they are, with gradcomp's routes:
@@ -173,6 +174,7 @@ class Compressor(ABC):
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {}
     known_as: ClassVar[Mapping[str, str]] = {}
     suits: ClassVar[str] = ""
+    also: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -169,6 +169,11 @@ class Compression(Handle):
             session.gradients.ready(slot)
         return torch.full((1,), self._carrier), slot
 
+    def _give_back(self) -> None:
+        self._door.give_back()
+        none = hvd.Compression.none
+        vars(self).update(compress=none.compress, decompress=none.decompress)
+
     def _begin(self) -> None:
         """Begin a backward pass."""
         session = self._session
@@ -259,6 +264,9 @@ class HorovodDoor(Door):
     begun_in: Any = None
     scale = 1.0
 
+    def give_back(self) -> None:
+        """Let Horovod reduce gradients itself."""
+
     def discard(self) -> None:
         self.begun_in = _DISCARDED  # the end of the pass is still asked for, and refused
 
@@ -323,6 +331,9 @@ class CarrierFree(HorovodDoor):
         self.scale = float(session.network.world.size) if session.sums else 1.0
         self._waits = session.turns is not None or self._takes_sparse or session.membership.met_in is not self.begun_in
         self._under_way.clear()  # a failed step left them
+
+    def give_back(self) -> None:
+        vars(self._optimizer()).pop("_allreduce_grad_async")
 
     def _make_dense(self, slot: Slot) -> None:
         assert slot.parameter is not None and slot.parameter.grad is not None

@@ -35,7 +35,8 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
     @property
     def _session(self) -> Session:
         compression: Compression = self.value._compression
-        return compression._session
+        found: Session = getattr(compression._session, "kept", compression._session)  # also after remove()
+        return found
 
     def save(self) -> None:
         super().save()

@@ -1,11 +1,11 @@
-"""The door into Accelerate: a Handler, in place of DistributedDataParallelKwargs, compresses the exchange of what it wraps."""
+"""The door into Accelerate: attach() puts a Handler in place of DistributedDataParallelKwargs, for all models prepared then."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import compiler
@@ -24,7 +24,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.handle import Handle
 from gradcomp.integrations import common
 
-__all__ = ["Handler"]
+__all__ = ["Handler", "attach"]
 
 _OTHER_WAY = (
     "gradcomp compresses what DistributedDataParallel exchanges, but this training runs as {way}, which exchanges gradients "
@@ -53,7 +53,8 @@ class Handler(DistributedDataParallelKwargs):
 
         Args:
             spec: "name:knob=value", a compressor, or "auto".
-            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
+            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; by default that of DDP's own buckets, if
+                ddp_options have bucket_cap_mb. See gradcomp.ddp.attach().
             seed: The seed of random draws, equal on all ranks.
             **ddp_options: Arguments of DistributedDataParallelKwargs, such as find_unused_parameters=True.
 
@@ -65,7 +66,8 @@ class Handler(DistributedDataParallelKwargs):
         way = str(getattr(AcceleratorState._shared_state.get("distributed_type"), "value", "NO"))
         if way != "NO" and not way.startswith("MULTI_"):
             raise ValueError(_OTHER_WAY.format(way=way))
-        self._spec, self._bucket_mb, self._seed = spec, bucket_mb, seed
+        self._spec, self._seed = spec, seed
+        self._bucket_mb = ddp_options.get("bucket_cap_mb") if bucket_mb is None else bucket_mb
         self._accelerator: Any = None
         self._models: list[DistributedDataParallel] = []
         self._handles: list[Handle] = []
@@ -80,7 +82,7 @@ class Handler(DistributedDataParallelKwargs):
 
     @property
     def handle(self) -> Handle:
-        """The handle of the first model's exchange: stats(), residual(), change(), state_dict() and load_state_dict().
+        """The handle of the first model's exchange: stats(), residual(), set_spec(), remove() and the states.
 
         Raises:
             RuntimeError: No model is wrapped.
@@ -130,6 +132,36 @@ class Handler(DistributedDataParallelKwargs):
         self._handles = [handle for handle, each in zip(self._handles, self._models, strict=False) if each in kept]
         self._models = [*kept, model]
         model.register_forward_pre_hook(compiler.disable(lambda model, inputs: self.handles and None))
+
+
+def attach(accelerator: accelerate.Accelerator, spec: str | Compressor = "topk", **options: Any) -> Handle:
+    """Compress the exchange of all models that an Accelerator will prepare. All ranks call it, before prepare().
+
+    Args:
+        accelerator: The Accelerator. The options of its DistributedDataParallelKwargs stay.
+        spec: "name:knob=value", a compressor, or "auto".
+        **options: Those of Handler.
+
+    Returns:
+        The handle of the first model's exchange, which can be used after prepare().
+
+    Example:
+        >>> handle = gradcomp.integrations.accelerate.attach(accelerator, "topk")
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+    old = accelerator.ddp_handler
+    accelerator.ddp_handler = handler = Handler(spec, **{**({} if old is None else old.to_kwargs()), **options})
+    return cast(Handle, LazyHandle(lambda: handler))
+
+
+class LazyHandle:
+    """The handle that there is once a model is wrapped."""
+
+    def __init__(self, handler: Callable[[], Handler]):
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler().handle, name)
 
 
 def _caller() -> Any:

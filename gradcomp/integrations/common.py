@@ -49,14 +49,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def own_optimizers(handles: Sequence[Handle], optimizers: Sequence[Any]) -> Sequence[torch.optim.Optimizer]:
     """List optimizers, without what trainers wrap around them, if their states differ from rank to rank."""
-    differ = any(handle._session.reducer.on_updates for handle in handles)
+    differ = any(not handle._is_removed and handle._session.reducer.on_updates for handle in handles)
     return [getattr(each, "optimizer", each) for each in optimizers] if differ else []
 
 
 def figures(handle: Handle) -> dict[str, float]:
     """Return the figures of the last step that belong into a trainer's log, by the log's names."""
-    stats = handle.stats()
-    named = {name: stats[name] for name in ("compression", "bytes_sent", "grad_norm")}
+    stats: Any = {} if handle._is_removed else handle.stats()
+    named = {name: stats.get(name) for name in ("compression", "bytes_sent", "grad_norm")}
     return {f"gradcomp/{name}": float(value) for name, value in named.items() if value is not None}
 
 
@@ -65,6 +65,8 @@ def save(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] 
 
     optimizers: their states go into the file, too. A trainer saves those of rank 0 alone.
     """
+    if handle._is_removed:
+        return
     files, path = url_to_fs(stem)
     files.makedirs(path.rpartition("/")[0], exist_ok=True)  # the rank that makes the folder may come later
     state = {**handle.state_dict(), _OPTIMIZERS: [each.state_dict() for each in optimizers]}
@@ -79,10 +81,12 @@ def save(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] 
 
 
 def load(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> bool:
-    """Load what save() saved, at any number of ranks. All ranks call it. False: there is nothing.
+    """Load what save() saved, at any number of ranks. All ranks call it. False: there is nothing, or no handle any more.
 
     optimizers: the trainer has loaded rank 0's states into them, which a rank without a file keeps.
     """
+    if handle._is_removed:
+        return False
     files, path = url_to_fs(stem)
     saved, world = _saved(files, path), handle._session.network.world
     if not saved:

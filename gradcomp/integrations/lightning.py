@@ -43,7 +43,8 @@ class GradcompStrategy(DDPStrategy):
 
         Args:
             spec: "name:knob=value", a compressor, or "auto".
-            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
+            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; by default that of DDP's own buckets, if
+                ddp_options have bucket_cap_mb. See gradcomp.ddp.attach().
             seed: The seed of random draws, equal on all ranks.
             **ddp_options: Arguments of DDPStrategy, such as find_unused_parameters=True.
 
@@ -55,7 +56,8 @@ class GradcompStrategy(DDPStrategy):
             if ddp_options.get(name) is not None:
                 raise ValueError(_TWO_HOOKS.format(name=name))
         super().__init__(**ddp_options)
-        self._spec, self._bucket_mb, self._seed = spec, bucket_mb, seed
+        self._spec, self._seed = spec, seed
+        self._bucket_mb = ddp_options.get("bucket_cap_mb") if bucket_mb is None else bucket_mb
         self._resumed: Any = None
 
     def setup(self, trainer: lightning.Trainer) -> None:

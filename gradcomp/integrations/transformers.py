@@ -11,10 +11,12 @@ except ImportError as error:
     text = f"gradcomp.integrations.transformers needs transformers ({error}): pip install accelerate transformers"
     raise ImportError(text, name=error.name) from error
 
+from gradcomp.aliases import either
 from gradcomp.core.compressor import Compressor
 from gradcomp.handle import Handle
 from gradcomp.integrations import common
-from gradcomp.integrations.accelerate import Handler
+from gradcomp.integrations.accelerate import Handler, LazyHandle
+from gradcomp.integrations.accelerate import attach as attach_accelerator
 
 __all__ = ["attach"]
 
@@ -29,7 +31,12 @@ _SHARDED = (
 
 
 def attach(
-    trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bucket_mb: float | None = None, seed: int = 0
+    trainer: transformers.Trainer,
+    spec: str | Compressor = "topk",
+    *,
+    bucket_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
+    seed: int = 0,
 ) -> Handle:
     """Compress the exchange of a Trainer's gradients. All ranks call it, before trainer.train().
 
@@ -39,6 +46,7 @@ def attach(
         trainer: The Trainer, or one of a class of its own.
         spec: "name:knob=value", a compressor, or "auto".
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
+        bucket_cap_mb: The same, by DDP's name.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
@@ -56,15 +64,14 @@ def attach(
         raise ValueError(_DATA_PARALLEL.format(count=trainer.args.n_gpu))
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError(_SHARDED)
+    bucket_mb = either(None, bucket_mb=bucket_mb, bucket_cap_mb=bucket_cap_mb)
     make_accelerator = trainer.create_accelerator_and_postprocess
 
     def handler() -> Handler:
         return cast(Handler, trainer.accelerator.ddp_handler)
 
     def set_handler() -> None:
-        old = trainer.accelerator.ddp_handler
-        options = {} if old is None else old.to_kwargs()
-        trainer.accelerator.ddp_handler = Handler(spec, bucket_mb=bucket_mb, seed=seed, **options)
+        attach_accelerator(trainer.accelerator, spec, bucket_mb=bucket_mb, seed=seed)
 
     def make_again() -> None:
         make_accelerator()
@@ -79,7 +86,7 @@ def attach(
     _extend(trainer, "_save_optimizer_and_scheduler", lambda folder: handler().save(folder))
     _extend(trainer, "_load_optimizer_and_scheduler", load, follows=True)
     _extend(trainer, "log", lambda logs, *rest: _add_figures(logs, handler()))
-    return cast(Handle, _LazyHandle(handler))
+    return cast(Handle, LazyHandle(handler))
 
 
 def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., object], *, follows: bool = False) -> None:
@@ -100,13 +107,3 @@ def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., object]
 def _add_figures(logs: dict[str, float], handler: Handler) -> None:
     """Add figures to a log of training."""
     logs.update(handler.figures() if "loss" in logs else {})
-
-
-class _LazyHandle:
-    """The handle that there is once the Trainer has wrapped its model."""
-
-    def __init__(self, handler: Callable[[], Handler]):
-        self._handler = handler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handler().handle, name)

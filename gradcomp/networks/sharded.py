@@ -189,6 +189,19 @@ def hide_replicas(group: Any) -> None:
         group.post_forward_mesh_info = group.mesh_info
 
 
+def restoring(group: Any) -> Callable[[], None]:
+    """Return a function that gives a module's group of torch's back what attach() is about to replace."""
+    names = ("_reduce_scatter_comm", "_all_gather_comm", "_all_reduce_hook", "mesh_info")
+    before = {name: getattr(group, name, None) for name in names}
+
+    def restore() -> None:
+        if group.post_forward_mesh_info is group.mesh_info:
+            group.post_forward_mesh_info = before["mesh_info"]
+        vars(group).update(before)
+
+    return restore
+
+
 def _groups_of_module(module: Module) -> Mesh:
     info = module.group.mesh_info
     groups: tuple[Any, Any] = (getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None))

@@ -14,7 +14,7 @@ from collections.abc import Collection
 TELL_AFTER, SPEAK_AFTER, FACTOR = 5.0, 10.0, 3.0
 
 # The place of a rank that is in a meeting.
-MEETING = "the meeting that all ranks call (in attach() or before the first step, in watch(), change() and load_state_dict())"
+MEETING = "the meeting that all ranks call (in attach(), the first step, watch(), change(), remove() and load_state_dict())"
 
 log = logging.getLogger("gradcomp")
 

@@ -31,9 +31,10 @@ def module(name: str, **members: Any) -> ModuleType:
 class DdpKwargs:
     find_unused_parameters: bool = False
     comm_hook: str = "no"
+    bucket_cap_mb: float | None = None
 
     def to_kwargs(self) -> dict[str, Any]:
-        return {"find_unused_parameters": self.find_unused_parameters}
+        return {"find_unused_parameters": self.find_unused_parameters}  # what differs from the defaults
 
 
 class DDPStrategy:
@@ -124,12 +125,25 @@ def test_the_trainer_keeps_its_ddp_options_and_has_a_handle_later(door: Any) -> 
     given = trainer()
     handle = door("transformers").attach(given, "topk")
     handler = given.accelerator.ddp_handler
-    assert handler.find_unused_parameters and handler.to_dict() == {"find_unused_parameters": True}
+    assert handler.find_unused_parameters and handler.to_dict()["find_unused_parameters"]
     with pytest.raises(RuntimeError, match="no model has been wrapped"):
         handle.stats()
     logs = {"loss": 1.0, "grad_norm": 300.0}
     given.log(logs)  # nothing is exchanged yet
     assert logs == {"loss": 1.0, "grad_norm": 300.0} and handler.figures() == {}
+
+
+def test_an_accelerator_keeps_its_ddp_options_and_has_a_handle_later(door: Any) -> None:
+    accelerator = trainer().accelerator
+    handle = door("accelerate").attach(accelerator, "topk", bucket_cap_mb=50)
+    handler = accelerator.ddp_handler
+    assert handler.find_unused_parameters and handler.bucket_cap_mb == handler._bucket_mb == 50
+    with pytest.raises(RuntimeError, match="no model has been wrapped"):
+        handle.remove()
+    assert door("lightning").GradcompStrategy("topk", bucket_cap_mb=50)._bucket_mb == 50
+    given = trainer()
+    door("transformers").attach(given, "topk", bucket_cap_mb=10)
+    assert given.accelerator.ddp_handler._bucket_mb == 10
 
 
 def test_the_trainers_own_norm_stays_in_its_logs(door: Any) -> None:
@@ -138,7 +152,7 @@ def test_the_trainers_own_norm_stays_in_its_logs(door: Any) -> None:
     door("transformers").attach(given, "topk")
     own = {"bytes_sent": 12, "grad_norm": 0.5, "compression": 70.0}
     handler = given.accelerator.ddp_handler
-    handler._models, handler._handles = [None], [SimpleNamespace(stats=lambda: own)]
+    handler._models, handler._handles = [None], [SimpleNamespace(stats=lambda: own, _is_removed=False)]
     for logs in ({"loss": 1.0, "grad_norm": 300.0}, {"loss": 1.0}, {"eval_loss": 1.0, "grad_norm": 300.0}):
         before = dict(logs)
         given.log(logs)
@@ -201,6 +215,8 @@ def test_the_page_names_the_tested_versions() -> None:
 
 class Held:
     """A handle of one rank of several, as far as files go."""
+
+    _is_removed = False
 
     def __init__(self, rank: int, ranks: int, *, on_updates: bool = False):
         world, reducer = SimpleNamespace(rank=rank, size=ranks), SimpleNamespace(on_updates=on_updates)
@@ -268,6 +284,14 @@ def test_a_checkpoint_whose_files_are_missing_is_warned_of(tmp_path: Path) -> No
         assert not common.load(Held(0, 2, on_updates=True), f"{tmp_path}/rank")
 
 
+def test_a_handle_that_was_removed_has_no_files_and_no_figures(tmp_path: Path) -> None:
+    handle = Held(0, 1, on_updates=True)
+    handle._is_removed = True
+    common.save(handle, f"{tmp_path}/rank")
+    assert not common.load(handle, f"{tmp_path}/rank") and not [*tmp_path.iterdir()]
+    assert common.figures(handle) == {} and common.own_optimizers([handle], [stepped(1.0)]) == []
+
+
 def stepped(slope: float) -> torch.optim.SGD:
     """Make an optimizer whose moment is this slope."""
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -298,7 +322,9 @@ def test_each_rank_gets_its_own_optimizer_back(tmp_path: Path) -> None:
 def test_optimizers_are_saved_for_each_rank_where_updates_are_exchanged() -> None:
     optimizer = stepped(1.0)
     for on_updates, found in ((True, [optimizer, optimizer]), (False, [])):
-        handle: Any = SimpleNamespace(_session=SimpleNamespace(reducer=SimpleNamespace(on_updates=on_updates)))
+        handle: Any = SimpleNamespace(
+            _is_removed=False, _session=SimpleNamespace(reducer=SimpleNamespace(on_updates=on_updates))
+        )
         assert common.own_optimizers([handle], [SimpleNamespace(optimizer=optimizer), optimizer]) == found
 
 
@@ -337,5 +363,5 @@ def test_a_ranks_states_are_loaded_after_the_trainers_own(door: Any) -> None:
 
 def test_figures_are_numbers_and_few() -> None:
     stats = {"compression": None, "bytes_sent": 12, "grad_norm": 0.5, "exchanges": "gradients"}
-    handle: Any = SimpleNamespace(stats=lambda: stats)
+    handle: Any = SimpleNamespace(stats=lambda: stats, _is_removed=False)
     assert common.figures(handle) == {"gradcomp/bytes_sent": 12.0, "gradcomp/grad_norm": 0.5}
