@@ -177,6 +177,9 @@ def test_doors_are_typed(tmp_path: Path) -> None:
             def right(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
                 handle = gradcomp.ddp.attach(model, "topk")
                 reveal_type(handle)
+                handle.set_spec(gradcomp.TopK(ratio=0.01))
+                gradcomp.Sdagc(ratio=0.01)
+                handle.remove()
                 reveal_type(handle.residual())
                 distributed = gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk")
                 reveal_type(distributed.compression)
@@ -187,6 +190,7 @@ def test_doors_are_typed(tmp_path: Path) -> None:
                 gradcomp.ddp.attach(model, "topk").put
                 gradcomp.horovod.Compression("topk", model.named_parameters()).finish
                 gradcomp.ddp.attach(model, 3)
+                gradcomp.TopK(share=0.01)
             """
         )
     )
@@ -203,7 +207,12 @@ def test_doors_are_typed(tmp_path: Path) -> None:
         '"gradcomp.horovod.compression.Compression"',
     ):
         assert f"Revealed type is {type_}".replace("dict[str", "dict[str") in said.replace("builtins.", ""), said
-    for wrong in ('"Handle" has no attribute "put"', '"Compression" has no attribute "finish"', 'incompatible type "int"'):
+    for wrong in (
+        '"Handle" has no attribute "put"',
+        '"Compression" has no attribute "finish"',
+        'incompatible type "int"',
+        '"share" for "TopK"',
+    ):
         assert wrong in said, said
 
 
