@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradcomp.integrations.accelerate import Handler
+from gradcomp.integrations.accelerate import attach
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--spec", default="topk:ratio=0.05", help="the compressor and its knobs (default topk:ratio=0.05)")
@@ -19,7 +19,7 @@ parser.add_argument("--resume", action="store_true", help="go on from the checkp
 options = parser.parse_args()
 
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
-accelerator.ddp_handler = Handler(options.spec)  # the one new line, on all ranks, before prepare()
+handle = attach(accelerator, options.spec)  # the one new line, on all ranks, before prepare()
 
 x = torch.randn(1600, 20, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)

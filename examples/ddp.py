@@ -40,7 +40,7 @@ for step in range(1, options.steps + 1):
         print(f"step {step}: loss {sum(losses[-50:]) / 50:.3f} on rank 0", flush=True)
 
 if rank == 0:
-    sent = handle.stats()["compression"]
+    sent = handle.stats()["payload_ratio"]
     print(f"{options.spec}: each of {ranks} ranks sends {sent:.0f} times fewer bytes than dense gradients have")
 dist.barrier()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 dist.destroy_process_group()

@@ -35,7 +35,7 @@ x, y = x[rank::ranks], y[rank::ranks]  # every rank has pictures of its own
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # no DistributedDataParallel around it
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
-local = gradcomp.local.LocalSteps(model, optimizer, options.spec, every=options.every)
+local = gradcomp.local.LocalSteps(model, optimizer, options.spec, sync_every=options.every)
 
 
 def gathered(own: Any) -> list[Any]:
@@ -66,7 +66,7 @@ for step in range(local.stats()["steps"], options.steps):
             print(f"step {step + 1}: loss {sum(losses[-20:]) / len(losses[-20:]):.3f} on rank 0", flush=True)
 local.flush()  # all ranks have the same weights now
 
-if rank == 0 and (fewer := local.stats()["compression"]):
+if rank == 0 and (fewer := local.stats()["payload_ratio"]):
     print(f"each of {ranks} ranks sends {fewer:.0f} times fewer bytes than the gradients of all steps have")
 dist.barrier()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 dist.destroy_process_group()

@@ -50,7 +50,7 @@ def worker(settings: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         if step % settings["every"] == 0:
-            metrics = {"step": step, "loss": loss.item(), "compression": handle.stats()["compression"]}
+            metrics = {"step": step, "loss": loss.item(), "compression": handle.stats()["payload_ratio"]}
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             with tempfile.TemporaryDirectory() as folder:
                 torch.save({**state, "gradcomp": handle.state_dict()}, Path(folder, f"{rank}.pt"))

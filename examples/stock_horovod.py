@@ -47,5 +47,5 @@ for step in range(1, options.steps + 1):
         print(f"step {step}: loss {sum(losses[-50:]) / 50:.3f} on rank 0", flush=True)
 
 if hvd.rank() == 0:
-    sent = compression.stats()["compression"]
+    sent = compression.stats()["payload_ratio"]
     print(f"{options.spec}: each of {hvd.size()} ranks sends {sent:.0f} times fewer bytes than dense gradients have")

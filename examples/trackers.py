@@ -44,7 +44,7 @@ def opentelemetry() -> Writer:
 
 
 if __name__ == "__main__":
-    simulation = gradcomp.Simulation("topk:ratio=0.01", {"weight": (100, 100)}, world=2)
+    simulation = gradcomp.Simulation("topk:ratio=0.01", {"weight": (100, 100)}, world_size=2)
     watch(simulation, *(globals()[name]() for name in sys.argv[1:]), every=5)
     for _ in range(20):
         simulation.step([{"weight": torch.randn(100, 100)} for _ in range(2)])

@@ -35,7 +35,7 @@ site, _ = dist.new_subgroups(options.ranks_per_site)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)), process_group=site)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 handle = gradcomp.ddp.attach(model, options.spec)  # within the site
-local = gradcomp.local.LocalSteps(model, optimizer, options.between, every=options.every)  # between sites
+local = gradcomp.local.LocalSteps(model, optimizer, options.between, sync_every=options.every)  # between sites
 
 losses = []
 for step in range(1, options.steps + 1):
@@ -49,7 +49,7 @@ for step in range(1, options.steps + 1):
         print(f"step {step}: loss {sum(losses[-50:]) / 50:.3f} on rank 0", flush=True)
 local.flush()  # all sites have the same weights now
 
-if rank == 0 and (fewer := local.stats()["compression"]):
+if rank == 0 and (fewer := local.stats()["payload_ratio"]):
     print(f"between the sites, each rank sends {fewer:.0f} times fewer bytes than the gradients of all steps have")
 dist.barrier()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 dist.destroy_process_group()

@@ -119,7 +119,7 @@ class Handle:
         return self._session.resume.residual()
 
     def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec. All ranks call it, between two steps.
+        """Continue with another spec, as set_spec() does. All ranks call it, between two steps.
 
         Residuals are carried over. Where a spec that exchanges gradients follows one that exchanges updates, the mean of all
         residuals moves the weights at once, and the optimizers' states become their means.

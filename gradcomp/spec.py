@@ -196,7 +196,8 @@ def describe(name: str | Compressor) -> str:
     return "\n\n".join(parts)
 
 
-list_compressors, make_compressor = names, make
+list_compressors = names
+make_compressor = make
 
 
 def summary(name: str) -> str:
