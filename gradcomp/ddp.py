@@ -73,9 +73,8 @@ def attach(
         spec: "name:knob=value", a compressor, or "auto".
         optimizer: Accepted, and not needed: the steps of all optimizers of the model's parameters are seen.
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
-            most four buckets.
-        bucket_cap_mb: The same, by DDP's name.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes, or bucket_cap_mb. None: 25, but updates of
+            weights travel in at most four buckets.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:

@@ -91,9 +91,7 @@ class Compression(Handle):
         process_set: The optimizer's process set; all ranks by default.
         optimizer: Accepted, and not needed: the steps of the optimizer of the parameters are seen.
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
-            most four buckets.
-        bucket_cap_mb: The same, by DDP's name.
+        bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
 
     Raises:

@@ -50,9 +50,7 @@ def DistributedOptimizer(
         named_parameters: Usually model.named_parameters(); Horovod's names by default.
         compression: "name:knob=value", a compressor, or "auto".
         scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
-            most four buckets.
-        bucket_cap_mb: The same, by DDP's name.
+        bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
         stock_options: Any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes
             its own buckets. Sparse gradients are exchanged densely, with a warning unless sparse_as_dense=True.

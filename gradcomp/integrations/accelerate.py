@@ -53,8 +53,7 @@ class Handler(DistributedDataParallelKwargs):
 
         Args:
             spec: "name:knob=value", a compressor, or "auto".
-            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; by default that of DDP's own buckets, if
-                ddp_options have bucket_cap_mb. See gradcomp.ddp.attach().
+            bucket_mb: The largest size of a bucket; by default bucket_cap_mb, of DDP's own. See gradcomp.ddp.attach().
             seed: The seed of random draws, equal on all ranks.
             **ddp_options: Arguments of DistributedDataParallelKwargs, such as find_unused_parameters=True.
 

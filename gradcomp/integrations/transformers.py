@@ -45,8 +45,7 @@ def attach(
     Args:
         trainer: The Trainer, or one of a class of its own.
         spec: "name:knob=value", a compressor, or "auto".
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes. See gradcomp.ddp.attach().
-        bucket_cap_mb: The same, by DDP's name.
+        bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
 
     Returns:

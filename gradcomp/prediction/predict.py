@@ -159,9 +159,7 @@ def predict(
             learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" has the weights travel in
             bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; what acts over no shards is left out.
         fsdp: Predict FSDP2 over shards on all ranks. Each part of a list of modules, such as blocks.0, is sharded by itself.
-        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes; None: 25, but updates of weights travel in at
-            most four buckets.
-        bucket_cap_mb: The same, by DDP's name.
+        bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
         tell: Called with the work under way, and the share that is done.
 
