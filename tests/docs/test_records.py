@@ -86,7 +86,8 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
 def test_weights_in_eight_bits_lose_nothing_that_can_be_seen() -> None:
     lines = {line["spec"]: line for line in record("study-weights-8-bits")["tasks"]["shakespeare"]["lines"]}
     dense, rounded = lines["dense"], lines["weights:bits=8"]
-    assert len(dense["seeds"]) == len(rounded["seeds"]) == 10 and rounded["worse_than_dense"] < 0
+    assert len(dense["seeds"]) == len(rounded["seeds"]) == 60
+    assert abs(rounded["worse_than_dense"]) < 0.005 and rounded["worse_at_most"] < 0.02
     (fast,) = (run["lines"] for run in record("train-fsdp-10gbit")["runs"])
     few = [line["over"]["mixed"]["at_most"] for line in fast if line["way"].startswith("weights")]
     assert len(few) == 3 and max(few) <= 0.85

@@ -19,7 +19,7 @@ from gradcomp.core.requests import Reduce, World
 from gradcomp.engine import reducer
 from gradcomp.engine.updates import steps
 from gradcomp.engine.updates.step_exchange import FIRST_COMPARED, PASSES_BEFORE_WARNING
-from gradcomp.engine.updates.to_gradients import deliver_residuals
+from gradcomp.engine.updates.to_gradients import average_states
 
 ALL = "topk:ratio=1,wire=exact"
 plain = partial(SGD, lr=0.1)
@@ -227,15 +227,19 @@ def test_a_change_to_gradients_warns_of_states_that_cannot_be_averaged() -> None
 
 
 class OfAnotherDevice:
-    """A network that takes the tensors of one device alone, as NCCL's does. Both ranks say zeros."""
+    """A network that takes the tensors of one device alone, as NCCL's does. Both ranks say zeros, but in a first comparison."""
 
     world, device = World(0, 2, None), torch.device("meta")
+    has_compared = False
 
     def start(self, request: Any, name: str) -> Any:
         sent = request.tensor if isinstance(request, Reduce) else request.payload.bytes
         assert sent.device == self.device, name
         zeros = torch.zeros(sent.numel() if isinstance(request, Reduce) else sent.numel() // 8, dtype=torch.int64)
-        return lambda: zeros.float() if isinstance(request, Reduce) else [{"bytes": zeros}] * 2
+        if isinstance(request, Reduce):
+            return lambda: zeros.float()
+        differ, self.has_compared = "comparison" in name and not self.has_compared, self.has_compared or "comparison" in name
+        return lambda: [{"bytes": zeros}, {"bytes": zeros + differ}]
 
 
 def test_a_change_to_gradients_sends_what_optimizers_keep_beside_their_device() -> None:
@@ -243,8 +247,8 @@ def test_a_change_to_gradients_sends_what_optimizers_keep_beside_their_device() 
     optimizer = AdamW([weight := nn.Parameter(torch.ones(5))], lr=0.01)
     weight.grad = torch.ones(5)
     optimizer.step()
-    without_buckets: Any = SimpleNamespace(buckets=[], slots={})
-    for _ in deliver_residuals(without_buckets, [[optimizer]], OfAnotherDevice(), sums=False):
+    every: Any = SimpleNamespace(forget=lambda: None, alive=lambda: [optimizer], latest=list, note_averaged=lambda: None)
+    for _ in average_states(every, OfAnotherDevice()):
         pass
     assert not any(each.any() for each in optimizer.state[weight].values())
 
