@@ -154,7 +154,7 @@ class Handle:
         """Deliver what waits, and let torch or Horovod exchange gradients as without gradcomp. All ranks call it, as change().
 
         The mean of all residuals moves the weights at once, and the optimizers' states become their means, so that nothing is
-        lost. A second call does nothing. attach() may follow.
+        lost. A second call does nothing. attach() may follow. DDP keeps a hook, which does what DDP does itself.
 
         Raises:
             RuntimeError: The call came in the middle of a step, or another rank has not called it within the timeout.

@@ -11,7 +11,7 @@ from accelerate import Accelerator, __version__
 from torch.nn.functional import cross_entropy
 from trainers import data, finish, net, weights
 
-from gradcomp.integrations.accelerate import Handler
+from gradcomp.integrations.accelerate import Handler, attach
 
 folder, spec, checkpoint = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 STEPS = 12
@@ -26,13 +26,16 @@ def train(
     resumes: str = "",
     scaled: bool = False,
     apart: bool = False,
+    removes: bool = False,
 ) -> dict[str, Any]:
-    """apart: prepare() is called for the model first, and for the optimizer later."""
+    """apart: prepare() is called for the model first, and for the optimizer later. removes: attach(), and remove() half-way."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=passes)
     if scaled:  # Accelerate makes one on GPUs only
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    handler = None if spec is None else Handler(spec)
-    accelerator.ddp_handler = handler
+    if removes:
+        handle, handler = attach(accelerator, spec), None
+    else:
+        accelerator.ddp_handler = handler = None if spec is None else Handler(spec)
     model, (first, last) = net(), (0, STEPS * passes)
     options = {"momentum": 0.9} if optim == "SGD" else {}
     optimizer = getattr(torch.optim, optim)(model.parameters(), 0.01, **options)
@@ -59,9 +62,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
+        if removes and number + 1 == last // 2:
+            exchanges = handle.stats()["exchanges"]
+            handle.remove()
         if saves and number + 1 == last // 2:
             accelerator.save_state(saves)
     found: dict[str, Any] = {"weights": weights(model), "losses": losses, "residual": residual}
+    if removes:
+        found["exchanges"] = exchanges
     if handler is not None:
         knows = handler.handle._session.updates.gradients.scaler is not None
         found |= {"figures": handler.figures(), "exchanges": handler.handle.stats()["exchanges"], "knows scaler": knows}
@@ -82,6 +90,7 @@ else:
     found["clipped"] = train(spec, clip=1.0, saves=str(folder / "clipped"))
     found["clipped resumed"] = train(spec, clip=1.0, resumes=str(folder / "clipped"))
     found["apart"] = train(spec, apart=True)
+    found["removed"] = train(spec, removes=True, saves=str(folder / "removed"))
     found["accumulated"] = train(spec, passes=2)
     found["scaled"] = train(spec, scaled=True)
 finish(folder, found, __version__)
