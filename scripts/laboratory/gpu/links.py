@@ -266,6 +266,8 @@ def main(device: str, backend: str, how: str, out: str, limit: float, of_race: f
     for way in RACE[len(record["race"]) :] if of_race and "refused" not in record else ():
         known = {"way": way, "rate": rates[min(1, len(rates) - 1)]}
         bench.attempt("race", known, of_race, partial(race, bench, limit=of_race, **known))
+    if bench.out:
+        report.write(bench.out, record)  # with what was left out last
     bench.door.end()
     sys.stdout.flush()
     os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done
