@@ -333,7 +333,7 @@ class StepExchange:
             self._note_rules(optimizer, trained)
             for bucket in buckets:
                 assert bucket.progress is not None
-                bucket.progress.skipped = skipped
+                bucket.progress.skipped = skipped if isinstance(skipped, Tensor) else None  # 0 where nothing has a gradient
             trained.reducer.run(buckets, float(size) if self.session.sums else 1.0, self._agreement)
             if not buckets:
                 self._agreement.end()

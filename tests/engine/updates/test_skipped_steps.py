@@ -120,6 +120,17 @@ def test_a_step_that_one_rank_alone_skips_takes_that_of_the_others(spec: str) ->
     assert all(torch.equal(ours.ranks[0].weights[name], each) for name, each in ours.ranks[1].weights.items())
 
 
+def test_a_fused_step_without_any_gradient_moves_nothing() -> None:
+    """As of an optimizer whose layers are all frozen or unused: the GradScaler has checked no gradient, and sets a number."""
+    ours = Replicas(SPEC, partial(SGD, lr=0.1, fused=True), ranks=2)
+    before = ours.copied()
+    ours.exchange([{}, {}])
+    for rank in ours.ranks:
+        rank.optimizer.grad_scale, rank.optimizer.found_inf = torch.tensor(1.0), 0  # type: ignore[attr-defined]
+    ours.step()
+    assert all(torch.equal(each, before[name]) for name, each in ours.copied().items())
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
