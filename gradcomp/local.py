@@ -27,6 +27,7 @@ from gradcomp.engine.reducer import Options
 from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slots
+from gradcomp.engine.updates.optimizers import note_apart
 from gradcomp.engine.updates.steps import calling_scaler, log_on_rank_0, warn_user
 from gradcomp.engine.weight_copies import WeightCopies
 from gradcomp.sites import check_sites, find_model, find_ranks
@@ -350,6 +351,7 @@ class LocalSteps:
     def _begin(self, part: int, moved: list[bool] | None = None) -> None:
         """Begin the exchange of a fragment. None is under way. moved: on this rank; None if the roll call has ended."""
         self._under_way = self._fragments[part]
+        note_apart(self._weights)  # where gradients are exchanged next, the optimizer's state has to be averaged
         self._under_way.begin(self._of(part, self._roll_call.flags) if moved is None else moved, len(self._fragments) > 1)
         if part == len(self._fragments) - 1:
             self._counts["in_round"] = 0

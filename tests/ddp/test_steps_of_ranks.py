@@ -251,6 +251,16 @@ def wrap_anew_for_gradients(kind: Any, spec: str | None, keeps: bool = False) ->
     return run.weights
 
 
+def wrap_after_local_steps(kind: Any, spec: str | None) -> Tensor:
+    """Exchange gradients where local steps have left each rank's optimizer a state of its own."""
+    model, data = small_net.net(), small_net.examples(rank())
+    optimizer: Any = kind(model.parameters())
+    small_net.train(model, gradcomp.local.LocalSteps(model, optimizer, spec or "sign", every=2), data, 4)
+    whole = DistributedDataParallel(model)
+    gradcomp.ddp.attach(whole, "blocks")
+    return small_net.train(whole, optimizer, data, 4)
+
+
 def load_into_a_new_optimizer(kind: Any, spec: str | None) -> Tensor:
     """Load each rank's state from a time when updates were exchanged, where gradients have been for some steps."""
     run = made(kind, spec)
@@ -297,6 +307,7 @@ OTHERS = (
     resume_and_change,
     wrap_anew_and_change,
     wrap_anew_for_gradients,
+    wrap_after_local_steps,
     load_into_a_new_optimizer,
     save_before_the_first_step,
 )

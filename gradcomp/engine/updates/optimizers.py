@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.engine.bucket import Bucket
@@ -24,6 +25,11 @@ _UNFROZEN = (
 
 # The parameters whose optimizers have stepped on each rank's own gradients since their states were last equal.
 _apart = WeakIdKeyDictionary()
+
+
+def note_apart(parameters: Iterable[Tensor]) -> None:
+    """Note that the optimizers of these parameters step on each rank's own gradients."""
+    _apart.update(dict.fromkeys(parameters, True))
 
 
 @dataclass(eq=False)
@@ -131,7 +137,7 @@ class Optimizers:
         first, *others = momenta
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
-        _apart.update(dict.fromkeys([self._slots.parameters[name] for name in momenta], True))
+        note_apart(self._slots.parameters[name] for name in momenta)
         found = Trained(number, frozenset(momenta), momentum)
         found.never_exchanged = [(name, each) for name, each in self._slots.without_gradient if id(each) in group_of]
         if before is not None:
