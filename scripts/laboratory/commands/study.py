@@ -54,11 +54,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     tasks = partial(options.listed, read=settings.task)
     parser.add_argument("--tasks", type=tasks, default=SMALL_TASKS, help=f"(default: {','.join(SMALL_TASKS)})")
-    named = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source}))
+    named = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source and task.source.file}))
     parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {named}, for the tasks that need them")
     parser.add_argument("--specs", type=ways.several, required=True, help="compared with dense, which is always among them")
     parser.add_argument("--seeds", type=options.positive, default=5, help="1: without bounds (default: 5)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="(default: 4)")
+    whole = "train dense as one rank with the batches of all: their mean gradient is clipped, as under DDP"
+    parser.add_argument("--whole", action="store_true", help=whole)
     parser.add_argument("--door", choices=ways.DOORS, help="train all specs on real ranks")
     parser.add_argument("--jobs", type=options.positive, default=1, help="processes of simulated ranks (default: 1)")
     settings.add_changes(parser)
@@ -97,6 +99,8 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         ways.refuse([way], door)
         if chosen.ranks < 2:
             raise Refused(f"--ranks {chosen.ranks}: one real rank exchanges nothing; give at least two")
+    if way == "dense" and chosen.whole:
+        return Training(task, way, seed, 1, own._replace(batch=own.batch * chosen.ranks), data=data)
     return Training(task, way, seed, chosen.ranks, own, door, data=data)
 
 

@@ -64,6 +64,12 @@ TASKS = {
         "cosine",
     ),
 }
+TASKS["python"] = TASKS["shakespeare"]._replace(
+    about="the bytes of Python's library with a transformer of 1.3 million parameters", source=texts.PYTHON
+)
+TASKS["python-muon"] = TASKS["python"]._replace(
+    about="the same bytes, by Muon for the matrices of its layers and AdamW for all else", optimizer="muon"
+)
 TASKS["cifar-large"] = TASKS["cifar"]._replace(
     defaults=OF_PICTURES._replace(steps=500, width=48),
     about="the same pictures with a residual net of 2.8 million parameters",
@@ -72,13 +78,7 @@ TASKS["cifar-large"] = TASKS["cifar"]._replace(
 
 def prepare(task: str, source: Source, data: Path | None, folder: Path) -> str:
     """Prepare a task's data in a folder unless they are there. Return the file's name. `data`: the folder given by --data."""
-    wanted = f"{source.file} ({source.content})"
-    if data is None:
-        raise Refused(f"--tasks {task} needs --data FOLDER: a folder with {wanted}; add --data, or leave {task} out")
-    path = data / source.file
-    if not path.is_file():
-        raise Refused(f"--data {str(data)!r} has no {wanted}, which --tasks {task} needs; put it there, or leave {task} out")
-    raw = path.read_bytes()
+    raw = source.found() if source.found else _given(task, source, data)
     name = f"{source.name}-{hashlib.sha256(raw).hexdigest()[:12]}.pt"
     made = place(folder, name)
     if not made.exists():
@@ -87,6 +87,17 @@ def prepare(task: str, source: Source, data: Path | None, folder: Path) -> str:
         torch.save(source.decode(raw), part)
         part.replace(made)
     return name
+
+
+def _given(task: str, source: Source, data: Path | None) -> bytes:
+    """Read a source's file in the folder given by --data."""
+    wanted = f"{source.file} ({source.content})"
+    if data is None:
+        raise Refused(f"--tasks {task} needs --data FOLDER: a folder with {wanted}; add --data, or leave {task} out")
+    path = data / source.file
+    if not path.is_file():
+        raise Refused(f"--data {str(data)!r} has no {wanted}, which --tasks {task} needs; put it there, or leave {task} out")
+    return path.read_bytes()
 
 
 def files(tasks: Sequence[str], data: Path | None, folder: Path) -> dict[str, str]:

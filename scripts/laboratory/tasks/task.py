@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,15 @@ class Job(NamedTuple):
 class Source(NamedTuple):
     """Data that are prepared once for all processes of a study.
 
-    name: the first part of the prepared file's name. file: the file in --data. content: its content in words.
+    name: the first part of the prepared file's name. file: the file in --data. content: its content in words. found: reads data
+    of this machine in place of a file.
     """
 
     name: str
     file: str
     content: str
     decode: Callable[[bytes], Arrays]
+    found: Callable[[], bytes] | None = None
 
 
 class Task(NamedTuple):
@@ -93,7 +95,7 @@ class Task(NamedTuple):
     make: Callable[[Settings, int, int, Arrays], Job]
     about: str
     source: Source | None = None
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     schedule: Literal["linear", "cosine"] = "linear"
 
 
@@ -141,6 +143,28 @@ def rate_of(task: Task, settings: Settings, step: int) -> float:
     return settings.lr * RATES[task.schedule](step, settings.steps, settings.warmup)
 
 
+class Muon(torch.optim.AdamW):
+    """Muon for the matrices of a transformer's layers, at AdamW's rate, and AdamW for all else."""
+
+    def __init__(self, named: Iterator[tuple[str, nn.Parameter]], lr: float, betas: tuple[float, float], **options: Any):
+        every = dict(named)
+        inner = {name: each for name, each in every.items() if each.ndim == 2 and "layers." in name}
+        super().__init__([each for name, each in every.items() if name not in inner], lr, betas, **options)
+        decay = options["weight_decay"]
+        self._inner = torch.optim.Muon(inner.values(), lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+
+    def step(self, closure: Any = None) -> Any:
+        """Step all weights."""
+        self._inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self._inner.step()
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self._inner.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
+
 def optimizer_of(
     task: Task, settings: Settings, model: nn.Module, kept: float = 0.0, fused: bool | None = None
 ) -> torch.optim.Optimizer:
@@ -150,10 +174,10 @@ def optimizer_of(
     spec's momentum does not see the weight decay, which is made larger by this factor instead. AdamW decays weights directly.
     """
     decay = settings.weight_decay
-    if task.optimizer == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(), settings.lr, (settings.momentum, settings.beta2), weight_decay=decay, fused=fused
-        )
+    if task.optimizer != "sgd":
+        kind = Muon if task.optimizer == "muon" else torch.optim.AdamW
+        parameters, betas = model.named_parameters(), (settings.momentum, settings.beta2)
+        return kind(parameters, settings.lr, betas, weight_decay=decay, fused=fused)
     momentum = 0.0 if kept else settings.momentum
     return torch.optim.SGD(model.parameters(), settings.lr, momentum, weight_decay=decay / (1 - kept), fused=fused)
 

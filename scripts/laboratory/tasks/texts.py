@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import platform
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import torch
@@ -19,6 +23,9 @@ BYTES, LENGTH, HEAD = 256, 96, 32
 # The standard deviation of the first weights.
 DEVIATION = 0.02
 
+# The folders of Python's library that are not among its sources.
+OTHERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
 # Held-out sequences that are read at once.
 CHUNK = 64
 
@@ -33,6 +40,19 @@ def decode(content: bytes) -> Arrays:
 
 
 SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes", decode)
+
+
+def python_sources() -> bytes:
+    """Join the sources of Python's library, tests aside. Their digests order them, and leave each content once."""
+    found = {}
+    for path in (root := Path(sysconfig.get_path("stdlib"))).rglob("*.py"):
+        if not OTHERS & {*path.relative_to(root).parts}:
+            content = path.read_bytes()
+            found[hashlib.sha256(content).hexdigest()] = content
+    return b"".join(content for _, content in sorted(found.items()))
+
+
+PYTHON = Source(f"python-{platform.python_version()}", "", "", decode, python_sources)
 
 
 def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int, length: int = LENGTH) -> Iterator[Batch]:
