@@ -80,6 +80,24 @@ def test_local_steps_send_once_in_so_many_steps(tmp_path: Path) -> None:
     assert each["scores"] == dense["scores"]  # averaging after every step of SGD is averaging gradients
 
 
+def test_dense_as_a_whole_has_the_batches_of_all_ranks_and_any_number_of_them_share_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without clipping a mean of gradients is the gradient of all batches."""
+    chosen = command(tmp_path, "mlp")
+    assert main(chosen) == 0
+    each = result_in(tmp_path)["tasks"]["mlp"]["lines"][0]
+    assert main([*chosen, "--whole"]) == 0
+    whole = result_in(tmp_path)["tasks"]["mlp"]["lines"][0]
+    assert whole["losses"] == pytest.approx(each["losses"], rel=1e-4) and whole["compression"] == 1
+    chosen[chosen.index("--ranks") + 1] = "1"
+    chosen[chosen.index("steps=3,batch=2,mlp.width=8")] = "steps=3,batch=4,mlp.width=8"
+    chosen[chosen.index(f"dense;{SPEC}")] = "dense"
+    capsys.readouterr()
+    assert main([*chosen, "--whole"]) == 0
+    assert "2 measurements, 2 of them finished" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("way", ["local:0/1/0/dense", "local:30/dense", "local:30/1/1/dense", "local:30/1/0/tokp"])
 def test_a_wrong_way_of_local_steps_is_refused(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = command(tmp_path, "mlp")

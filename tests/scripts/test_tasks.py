@@ -32,7 +32,10 @@ WITH_DATA = [name for name, task in TASKS.items() if task.source is not None]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write files like the real ones: 40 pictures of one colour each, ten for the test; a text of 8,000 bytes; a net."""
+    """Write files like the real ones: 40 pictures of one colour each, ten for the test; a text of 8,000 bytes; a net.
+
+    And a library.
+    """
     folder = tmp_path_factory.mktemp("data")
     files = []
     for i in range(40):
@@ -44,15 +47,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numpy.savez(folder / "cifar10-25k.npz", jpeg=numpy.concatenate(files), ends=ends, label=label, test=test)
     (folder / "tinyshakespeare.txt").write_bytes(bytes(i * i % 251 for i in range(8000)))
     torch.save(pitch.Crepe().state_dict(), folder / "tiny.pth")
+    for name in ("one.py", "inner/two.py", "inner/same.py", "test/three.py", "site-packages/four.py", "five.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((b"x = 1\n" if name == "one.py" else name[:5].encode()) * 200)
     return folder
 
 
 def test_two_steps_of_every_task_through_the_command_line(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(data))
     # With less than eight channels, the backward of a channels-last convolution in torch 2.13 writes beyond its memory on
     # processors that have AVX2 and no AVX-512.
-    small = "steps=2,batch=2,cifar.width=8,cifar-large.width=8,shakespeare.width=32,shakespeare.depth=1"
+    small = "steps=2,batch=2,cifar.width=8,cifar-large.width=8"
+    for text in ("shakespeare", "python", "python-muon"):
+        small += f",{text}.width=32,{text}.depth=1"
     specs = "topk:ratio=0.1"
     given = ["study", "--tasks", ",".join(WITH_DATA), "--seeds", "2", "--ranks", "2", "--specs", specs, "--set", small]
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
@@ -67,10 +76,10 @@ def test_two_steps_of_every_task_through_the_command_line(
         assert lines["dense"]["compression"] == 1 < lines[specs]["compression"]
         assert TASKS[name].source is not None and task["data"].startswith(TASKS[name].source.name)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "data").iterdir()}
-    assert len(made) == 3  # both nets read the same pictures
+    assert len(made) == 4  # both nets read the same pictures, and both optimizers the same library
     capsys.readouterr()
     assert main([*given, *places, "--data", str(data)]) == 0
-    assert "16 measurements, 16 of them finished" in capsys.readouterr().out
+    assert "24 measurements, 24 of them finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
@@ -152,6 +161,29 @@ def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None
     assert shrunk[1] == pytest.approx(1000 * 0.001 * 0.005, rel=0.02)
 
 
+def test_muon_is_torchs_for_matrices_of_layers_and_adamw_for_all_else() -> None:
+    own = TASKS["python-muon"].defaults._replace(lr=0.01, width=32, depth=1)
+    both, apart = (torch.nn.ModuleList([Transformer(0, own.width, own.depth)]) for _ in range(2))
+    optimizer = optimizer_of(TASKS["python-muon"], own, both)
+    inner = [each for name, each in apart.named_parameters() if ".layers." in name and each.ndim == 2]
+    rest = [each for name, each in apart.named_parameters() if ".layers." not in name or each.ndim != 2]
+    assert len(inner) == 4 and {each.ndim for each in rest} == {1, 2}
+    theirs = [
+        torch.optim.Muon(inner, 0.02, weight_decay=own.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, 0.02, (own.momentum, own.beta2), weight_decay=own.weight_decay),
+    ]
+    optimizer.param_groups[0]["lr"] = 0.02  # as a schedule does
+    for _ in range(2):
+        for one, other in zip(both.parameters(), apart.parameters(), strict=True):
+            one.grad = other.grad = torch.randn_like(one)
+        for each in (optimizer, *theirs):
+            each.step()
+    for one, other in zip(both.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(one, other)
+    optimizer.zero_grad()
+    assert all(each.grad is None for each in both.parameters())
+
+
 @pytest.mark.parametrize(("name", "parameters"), [("cifar", 308_826), ("cifar-large", 2_760_442), ("shakespeare", 1_334_720)])
 def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> None:
     own = TASKS[name].defaults
@@ -210,6 +242,14 @@ def test_ranks_take_different_pictures_with_their_labels() -> None:
         assert sorted(seen) == list(range(24))
     again, other = (next(cifar.batches(views, labels, 1, 4, 3, seed))[1].tolist() for seed in (7, 8))
     assert again == next(cifar.batches(views, labels, 1, 4, 3, seed=7))[1].tolist() != other
+
+
+def test_the_sources_of_a_library_are_in_one_order_without_its_tests(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(data))
+    one, other = b"x = 1\n" * 200, b"inner" * 200
+    assert texts.python_sources() in (one + other, other + one)
+    monkeypatch.setattr(Path, "rglob", lambda self, _, of=Path.rglob: reversed([*of(self, "*.py")]))
+    assert texts.python_sources() in (one + other, other + one)
 
 
 def test_other_data_make_another_prepared_file(data: Path, tmp_path: Path) -> None:
