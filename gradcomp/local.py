@@ -38,7 +38,14 @@ __all__ = ["LocalSteps"]
 # The steps between synchronizations, and the outer step, where the user leaves them open.
 EVERY, RATE, MOMENTUM = 30, 0.9, 0.7
 
+# How often a sparse spec has to send an entry in a training, at least and on average.
+SENDS = 10
+
 _NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as sign"
+_SELDOM = (
+    "in {rounds} synchronizations {spec} sends an entry {sends:.2g} times on average, and much progress comes late or never: "
+    "send a share of {share:.2g} or more, or sign"
+)
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
@@ -90,6 +97,7 @@ class LocalSteps:
         every: The steps from one synchronization to the next, or sync_every; 30 by default.
         outer_lr: The rate of the outer step; None: 0.9.
         outer_momentum: Its Nesterov momentum; None: 0.7.
+        rounds: The synchronizations of the training, if known: a sparse spec that sends too little in these is warned of.
         fragments: The parts of the model, or num_fragments, that are exchanged in turn, each while the next every / fragments
             steps run; 1 by default.
         seed: The seed of random draws, equal on all ranks.
@@ -118,6 +126,7 @@ class LocalSteps:
         sync_every: int | None = None,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
+        rounds: int | None = None,
         fragments: int | None = None,
         num_fragments: int | None = None,
         seed: int = 0,
@@ -145,6 +154,8 @@ class LocalSteps:
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
         self._network, compressor = find_ranks(next(iter(weights.values())).device, site), make(spec)
+        if rounds is not None and 0 < (share := compressor.traits.share_by_peaks) * _whole("rounds", rounds) < SENDS:
+            warn_user(_SELDOM.format(rounds=rounds, spec=compressor, sends=share * rounds, share=SENDS / rounds))
         if site:
             compressor = between_hosts(compressor)
         self._roll_call, self._buffers = RollCall(self._network), Buffers(model, self._network)

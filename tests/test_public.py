@@ -59,7 +59,7 @@ gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, bucket_cap_mb: 'float | None' = None, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.list_compressors() -> 'list[str]'
-gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'sign', *, every: 'int | None' = None, sync_every: 'int | None' = None, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, fragments: 'int | None' = None, num_fragments: 'int | None' = None, seed: 'int' = 0)
+gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'sign', *, every: 'int | None' = None, sync_every: 'int | None' = None, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, rounds: 'int | None' = None, fragments: 'int | None' = None, num_fragments: 'int | None' = None, seed: 'int' = 0)
 gradcomp.local.LocalSteps.flush() -> 'None'
 gradcomp.local.LocalSteps.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.local.LocalSteps.param_groups() -> 'list[dict[str, Any]]'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def test_without_ranks_the_remedy_is_named() -> None:
     [
         ({"every": 0}, "every=0 must be a whole number, 1 or more"),
         ({"every": 2.5}, "every=2.5 must be a whole number"),
+        ({"rounds": 0}, "rounds=0 must be a whole number, 1 or more"),
         ({"fragments": 0}, "fragments=0 must be a whole number"),
         ({"fragments": 4}, "fragments=4 must divide every=30, and be at most 2, the parameters"),
         ({"fragments": 3}, "fragments=3 must divide every=30, and be at most 2, the parameters"),
@@ -45,6 +47,18 @@ def test_without_ranks_the_remedy_is_named() -> None:
 def test_wrong_arguments_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         made(**options)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_spec_that_sends_an_entry_too_seldom_is_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"in 250 synchronizations .* sends an entry 2\.5 times .* a share of 0\.04 or more, or sign"
+    ):
+        made(spec="topk:ratio=0.01", rounds=250)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for spec, rounds in (("topk:ratio=0.04", 250), ("topk:ratio=0.01", None), ("sign", 1), ("dense", 1)):
+            made(spec=spec, rounds=rounds)
 
 
 @pytest.mark.usefixtures("group_of_one")
