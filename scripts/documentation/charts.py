@@ -114,7 +114,8 @@ def bounds(sheet: Sheet, rows: Sequence[Bounded], form: str) -> None:
         sheet.line(x(row.worse), x(row.most), 7, kind=kind)
         sheet.line(x(row.most), x(row.most), 3, 8, kind=kind)
         sheet.dot(x(row.worse), kind)
-        words = f"{form.format(row.worse)} (\N{LESS-THAN OR EQUAL TO} {form.format(row.most)})"
+        bound = f" (\N{LESS-THAN OR EQUAL TO} {form.format(row.most)})" if row.most > row.worse else ""
+        words = f"{form.format(row.worse)}{bound}"
         sheet.text(WIDTH - MARGIN, words.replace("-", "\N{MINUS SIGN}"), end=True)
         sheet.height += ROW
 

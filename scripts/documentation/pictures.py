@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from documentation.charts import MARGIN, NAME, ROW, WIDTH, Bar, Bounded, Curve, Sheet, bars, bounds, curves
-from documentation.tables import DOCS, RESULTS, SCALED, Line, base_of, best, by_hosts, lines_of, way_of
+from documentation.tables import DOCS, RESULTS, SCALED, Line, base_of, best, by_hosts, lines_of, local_trainings, way_of
 from laboratory.commands.steps import DOORS, launched
 from laboratory.report import read
 from laboratory.timing import upper_bound
@@ -185,20 +184,24 @@ def blocks(sheet: Sheet, task: str, rows: Mapping[str, Sequence[tuple[str, Calla
 
 
 def local_steps() -> str:
-    """Draw how much worse than DDP each way of local steps ends, by its ratio of bytes."""
-    sheet = Sheet("What local steps lose, by the ratio of bytes")
-    about = "Text: loss of a held-out byte above DDP's, percent", "CIFAR-10: points below DDP's {:.1f} %"
-    for study, heading in zip(("local-steps", "local-cifar"), about, strict=True):
-        ddp, *others = lines_of(study)
-        sheet.heading(heading.format(ddp["score"]))
-        rows = []
-        for line in others:
-            both, way = zip(line["scores"], ddp["scores"], strict=True), way_of(line)
-            if study == "local-steps":
-                by = [100 * (math.log(own) / math.log(base) - 1) for own, base in both]
-            else:
-                by = [base - own for own, base in both]
-            rows.append(Bounded(f"every {way.every}, {way.spec}", line["compression"], fmean(by), upper_bound(by), True))
+    """Draw how much worse than DDP local steps end: of text by replicas and way, beside the law, and of images by way."""
+    sheet, parts = Sheet("What local steps lose"), dict[str, list[Bounded]]()
+    for each in local_trainings():
+        if (way := each.way) is None:
+            continue
+        about = f"{each.text}, {each.parameters / 1e6:.2f} M, {each.optimizer}: loss above DDP's, %"
+        rows, ratio = parts.setdefault(about, []), each.line["compression"]
+        name = f"{each.ranks}: {way.spec.partition(':')[0]}, {way.every}"
+        rows.append(Bounded(name, ratio, fmean(each.over), upper_bound(each.over), True))
+        if each.law is not None:
+            rows.append(Bounded(f"{each.ranks}: the law", ratio, each.law, each.law, False))
+    ddp, *others = lines_of("local-cifar")
+    images = parts.setdefault(f"CIFAR-10, 4 replicas: points below DDP's {ddp['score']:.1f} %", [])
+    for line in others:
+        by, way = [base - own for own, base in zip(line["scores"], ddp["scores"], strict=True)], way_of(line)
+        images.append(Bounded(f"every {way.every}, {way.spec}", line["compression"], fmean(by), upper_bound(by), True))
+    for heading, rows in parts.items():
+        sheet.heading(heading)
         bounds(sheet, rows, "{:.1f}")
     return sheet.svg()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from laboratory.commands.steps import DOORS, HOSTS, LINKS, cluster, launched
 from laboratory.commands.strangers import summary
@@ -238,23 +238,81 @@ def blocks_over_ddp() -> dict[str, str]:
 
 # docs/local-steps.md
 
+# The loss of dense local steps over DDP's in percent, by parameters and replicas: the fits of arXiv 2503.09799, carried down
+# from 35 million parameters.
+LAW = {139_008: {2: 1.6, 4: 4.1, 8: 7.5}, 474_624: {2: 1.4, 4: 3.6, 8: 6.7}}
+
+
+# The records of local steps on texts, and what the page calls these.
+TEXTS = {"shakespeare": "Shakespeare", "python": "Python's library"}
+
+
+class Trained(NamedTuple):
+    """Trainings of one way with three seeds, at its best rate. way: None for DDP, whose line is base."""
+
+    text: str
+    parameters: int
+    optimizer: str
+    steps: int
+    ranks: int
+    way: LocalWay | None
+    rate: float
+    line: Line
+    base: Line | None = None
+
+    @property
+    def about(self) -> str:
+        """Name the training."""
+        return f"{self.text}, {self.steps:,} steps of {self.optimizer}, {self.parameters / 1e6:.2f} M parameters"
+
+    @property
+    def law(self) -> float | None:
+        """Return the law's figure, if it has one of this way."""
+        is_of_it = self.way is not None and self.way[0] == 30 and self.way.spec == "dense"
+        return LAW[self.parameters].get(self.ranks) if is_of_it else None
+
+    @property
+    def over(self) -> list[float]:
+        """Return by how many percent the loss of a held-out byte is above DDP's, by seed."""
+        assert self.base is not None
+        both = zip(self.line["scores"], self.base["scores"], strict=True)
+        return [100 * (math.log(own) / math.log(ddp) - 1) for own, ddp in both]
+
+
+def local_trainings() -> list[Trained]:
+    """Return DDP and the local steps of all records; of several rates, inner and outer, those with the least training loss."""
+    found: dict[Any, Trained] = {}
+    for name in ("best-rate", *sorted(path.stem[12:] for path in RESULTS.glob("study-local-python-*.json"))):
+        record = read(RESULTS / f"study-local-{name}.json")
+        for task, of in record["tasks"].items():
+            text, _, muon = task.partition("-")
+            for line in of["lines"]:
+                way, settings = local_of(line["spec"]), of["settings"]
+                trained = TEXTS[text], of["parameters"], muon.capitalize() or "AdamW", settings["steps"]
+                one = Trained(*trained, record["ranks"] if way else 1, way, settings["lr"], line)
+                key = (*one[:5], way and (way.every, way.spec))
+                if len(line["seeds"]) >= 3 and (key not in found or line["losses"][-1] < found[key].line["losses"][-1]):
+                    found[key] = one
+    bases = {each[:4]: each.line for each in found.values() if each.way is None}
+    ordered = sorted(found.values(), key=lambda each: (each[:5], each.line["compression"]))
+    return [each._replace(base=bases[each[:4]]) for each in ordered]
+
 
 def local_steps() -> Rows:
-    """Write a row for each way: its loss, how much larger it is than DDP's with the same seeds, and its bytes."""
-    ddp, *others = lines_of("local-steps")
-    rows = [["way", "nats a byte", "over DDP's", "bytes, DDP's / sent", "seeds"]]
-    rows.append(["DDP", f"{nats(ddp['scores']):.3f}", "", "1 x", str(len(ddp["seeds"]))])
-    for line in others:
-        way, own = way_of(line), nats(line["scores"])
-        over = 100 * (own / nats([ddp["scores"][ddp["seeds"].index(seed)] for seed in line["seeds"]]) - 1)
-        cells = [f"{own:.3f}", f"{over:+.1f} %", f"{line['compression']:,.0f} x", str(len(line["seeds"]))]
-        rows.append([f"`every={way.every}`, `{way.spec}`", *cells])
+    """Write a row for each way: its loss and perplexity, how much larger they are than DDP's, the law's figure, its bytes."""
+    rows = [["training", "replicas", "way", "loss", "over DDP's", "the law", "perplexity", "over DDP's"]]
+    rows[0] += ["bytes, DDP's / sent", "rate; outer, momentum"]
+    before = ""
+    for each in local_trainings():
+        way, line, base = each.way, each.line, each.base
+        assert base is not None
+        cells = [each.about if each.about != before else "", f"{each.ranks if way else ''}"]
+        cells += [f"`every={way.every}`, `{way.spec}`" if way else "DDP", f"{fmean(map(math.log, line['scores'])):.3f}"]
+        cells += [f"{fmean(each.over):+.1f} %" if way else "", figure(each.law, "{:+.1f} %", ""), f"{line['score']:.2f}"]
+        cells += [f"{100 * (line['score'] / base['score'] - 1):+.1f} %" if way else "", f"{line['compression']:,.0f} x"]
+        rows.append([*cells, f"{each.rate:g}" + (f"; {way.rate:g}, {way.momentum:g}" if way else "")])
+        before = each.about
     return rows
-
-
-def nats(perplexities: list[float]) -> float:
-    """Return the loss of a held-out byte, over the seeds."""
-    return fmean(map(math.log, perplexities))
 
 
 def way_of(line: Line) -> LocalWay:
