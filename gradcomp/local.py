@@ -154,7 +154,7 @@ class LocalSteps:
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
         self._network, compressor = find_ranks(next(iter(weights.values())).device, site), make(spec)
-        if rounds is not None and 0 < (share := compressor.traits.share_by_peaks) * _whole("rounds", rounds) < SENDS:
+        if rounds is not None and 0 < (share := compressor.traits.share) * _whole("rounds", rounds) < SENDS:
             warn_user(_SELDOM.format(rounds=rounds, spec=compressor, sends=share * rounds, share=SENDS / rounds))
         if site:
             compressor = between_hosts(compressor)

@@ -24,7 +24,7 @@ class GTopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True, selects=True)
+        return Traits(whole_model=True, selects=True, share=self.ratio)
 
     def ease(self, progress: float) -> GTopK:
         return replace(self, ratio=self.ratio**progress)

@@ -90,7 +90,7 @@ class Sdagc(Compressor):
     @property
     def traits(self) -> Traits:
         rates: Literal["needed", "unused"] = "needed" if self.lr_revision == "density" else "unused"
-        return Traits(moments=True, selects=True, momentum=self.sam, rates=rates)
+        return Traits(moments=True, selects=True, share=self.density, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
         typed_knobs = {setting.partition("=")[0]: setting for setting in knobs.changed(self)}

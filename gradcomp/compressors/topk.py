@@ -29,7 +29,7 @@ class TopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(selects=True)
+        return Traits(selects=True, share=self.ratio)
 
     def ease(self, progress: float) -> TopK:
         return replace(self, ratio=self.ratio**progress)

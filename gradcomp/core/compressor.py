@@ -124,6 +124,7 @@ class Traits:
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.
         selects: It sends some entries in a step and leaves the others.
+        share: That of the entries which it sends in a step, as its knobs say; 0 if they say none.
         momentum: The momentum that it keeps itself.
         rates: It uses the learning rates if they are known, or it needs them.
         ends: It treats the model's first and last layers differently from the others.
@@ -140,6 +141,7 @@ class Traits:
     outermost: bool = False
     moments: bool = False
     selects: bool = False
+    share: float = 0.0
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False

@@ -61,7 +61,7 @@ class Sketcher(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True, selects=True)
+        return Traits(whole_model=True, selects=True, share=self.ratio)
 
     def sizes(self, n: int) -> Sizes:
         k = count_of(self.ratio, n)
