@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +99,25 @@ def test_a_training_counts_what_its_exchange_sends(monkeypatch: pytest.MonkeyPat
     assert steps == [kind for kind in ("Gradients", "Updates", "Gradients", "Updates", "Updates") for _ in range(STEPS)]
     assert all((one["accuracy"], one["steps"]) == (50.0, STEPS) and one["seconds"] > 0 for one in found.values())
     assert found["stock"]["compression"] == 1 < found["blocks"]["compression"] < found["orq"]["compression"]
+
+
+class Cycle:
+    """Refers to itself, as what a process's first training leaves does."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_the_last_training_left_is_freed_before_the_next_one() -> None:
+    """Freed while a graph is captured, a GPU's memory would spoil it."""
+    left, living = weakref.ref(Cycle()), list[bool]()
+    gc.disable()
+    try:
+        task = TASK._replace(make=lambda *arguments: living.append(left() is not None) or job())  # type: ignore[func-returns-value]
+        captured.train(Training("a net", "stock", 1, RANKS, SETTINGS), task, {"train_x": torch.zeros(1)})
+    finally:
+        gc.enable()
+    assert living == [False]
 
 
 def test_what_would_not_end_in_time_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

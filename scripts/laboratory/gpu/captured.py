@@ -6,6 +6,7 @@ time, on one stream.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ class Captured(simulated.Plain):
 
 def train(own: Training, task: Task, arrays: Arrays) -> Record:
     """Train on the device of the arrays. Return the score, the compression, and the seconds of the steps."""
+    gc.collect()  # what the last training left: freed while a graph is captured, pinned memory may spoil it
     job = task.make(own.settings, own.seed, own.ranks, arrays)
     job.model.to(next(iter(arrays.values())).device)
     found = simulated.trained(own, task, job, Captured)
