@@ -331,8 +331,9 @@ def test_a_dry_run_holds(wanted: tuple[str, ...], tmp_path: Path) -> None:
         assert [(one["spec"], one["seed"]) for one in trainings] == [(spec, seed) for seed in (1, 2) for spec in training.SPECS]
         assert all(one["steps"] == 2 and 0 <= one["accuracy"] <= 100 and one["compression"] >= 1 for one in trainings)
         plan = local_steps.PLANS["cpu"]
-        assert [one["way"] for one in of_local] == [*plan.ways] * len(plan.sizes)
+        assert [(one["way"], one["ranks"]) for one in of_local] == [(plan.way, plan.ranks), ("stock", 1)] * len(plan.sizes)
+        assert [one["batch"] for one in of_local] == [2, 4] * len(plan.sizes)  # DDP's one rank has the batches of all
         assert all(one["steps"] % plan.every == 0 and 1 < one["perplexity"] < 256 for one in of_local)
-        assert [one["compression"] for one in of_local] == [1, plan.every] * len(plan.sizes)
+        assert [one["compression"] for one in of_local] == [plan.every, 1] * len(plan.sizes)
     result = json.loads((tmp_path / "dry-run-tests.json").read_text())
     assert result["device"]["name"].startswith("none") and result["versions"]["torch"]

@@ -48,9 +48,9 @@ class Plan(NamedTuple):
     sizes: tuple[Size, ...]
 
     @property
-    def ways(self) -> tuple[str, str]:
-        """DDP, and LocalSteps with its defaults."""
-        return "stock", f"local:{self.every}/0.9/0.7/dense"
+    def way(self) -> str:
+        """LocalSteps with its defaults."""
+        return f"local:{self.every}/0.9/0.7/dense"
 
 
 # On a GPU models of 1.9 and 8.2 million parameters.
@@ -75,6 +75,12 @@ def steps_of(own: Training, arrays: Arrays, plan: Plan, tokens: float, share: fl
     return plan.every * max(1, round(min(wanted, fitting) / plan.every))
 
 
+def by_ddp(local: Training) -> Training:
+    """Return the training of DDP beside local steps: of one rank with the batches of all, whose mean gradient is clipped."""
+    whole = local.settings._replace(batch=local.ranks * local.settings.batch)
+    return local._replace(way="stock", ranks=1, settings=whole)
+
+
 def main() -> None:
     """Train both sizes by both ways. Write the record's settings and trainings after each."""
     parser = argparse.ArgumentParser(prog="python -m laboratory.gpu.local_steps", description=__doc__)
@@ -93,7 +99,6 @@ def main() -> None:
     settings = {
         "text": TEXT if options.data else "a file of Python's library",
         "autocast": "bfloat16",
-        "simulated_ranks": plan.ranks,
         "tokens_of_text": len(arrays["train"]),
         "tokens_a_parameter": plan.tokens,
         "seed": SEED,
@@ -103,15 +108,15 @@ def main() -> None:
         own = TASKS[TEXT].defaults._replace(**{name: getattr(size, name) for name in ("width", "depth", "batch", "lr")})
         with torch.device("meta"):
             parameters = sum(each.numel() for each in texts.Transformer(0, size.width, size.depth).parameters())
-        local = Training(TEXT, plan.ways[1], SEED, plan.ranks, own)
-        steps = steps_of(local, arrays, plan, plan.tokens * parameters, size.share / len(plan.ways), end)
-        own = own._replace(steps=steps)
+        local = Training(TEXT, plan.way, SEED, plan.ranks, own)
+        steps = steps_of(local, arrays, plan, plan.tokens * parameters, size.share / 2, end)
+        local = local._replace(settings=own._replace(steps=steps))
         every = [
             (
-                {"way": way, "parameters": parameters, **own.key()},
-                partial(captured.train, local._replace(way=way, settings=own), TASKS[TEXT], arrays),
+                {"way": each.way, "ranks": each.ranks, "parameters": parameters, **each.settings.key()},
+                partial(captured.train, each, TASKS[TEXT], arrays),
             )
-            for way in plan.ways
+            for each in (local, by_ddp(local))  # the second is the faster one
         ]
         captured.in_turn(found, every, "parameters", end, options.out)
 
