@@ -359,10 +359,10 @@ def regroup(old: Reducer, new: Reducer) -> Reducer:
     for bucket in new.buckets:
         theirs = before[bucket.layout.names[0]]
         bucket.steps = theirs.steps
-        if theirs.layout == bucket.layout:
-            bucket.inner = theirs.inner
+        if theirs.layout == bucket.layout:  # as from a file: the seed of what is drawn is that of the bucket's number
+            bucket.compressor.load(bucket.inner, bucket.compressor.save(theirs.inner))
             if bucket.progress is not None and theirs.progress is not None:
-                bucket.progress.noise = theirs.progress.noise
+                bucket.progress.noise.load(theirs.progress.noise.save())
     return new
 
 

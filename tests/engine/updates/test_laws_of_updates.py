@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -311,6 +311,19 @@ def test_a_resumed_training_goes_on_to_the_bit(spec: str, optimizer_of: Any) -> 
     first = Replicas(spec, optimizer_of, SHAPES, 2, hosts=1 if "by_host" in spec else 2).train(10)
     second = first.resumed()
     assert first.train(10, 10).ends_as(second.train(10, 10), 0, 0) is None
+
+
+def of_two_momenta(parameters: Iterable[Any]) -> SGD:
+    first, *others = parameters
+    return SGD([{"params": [first, *others[1::2]], "momentum": 0.5}, {"params": others[::2], "momentum": 0.9}], lr=0.1)
+
+
+@pytest.mark.parametrize("spec", ["orq", "qsgd", "gs_sgd:ratio=0.3", "lgc", "topk:ratio=0.1"])
+def test_buckets_that_two_momenta_have_divided_go_on_to_the_bit(spec: str) -> None:
+    """The first layer has the same bucket before the first step and after it, by another number."""
+    first = Replicas(spec, of_two_momenta, {"a": (300,), "b": (40,), "c": (30,)}, 2, bucket_mb=0.001).train(5)
+    second = first.resumed()
+    assert first.train(5, 5).ends_as(second.train(5, 5), 0, 0) is None
 
 
 @in_turn("spec, ranks", SPECS, [1, 3, 4])
