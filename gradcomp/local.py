@@ -322,6 +322,7 @@ class LocalSteps:
         if missing := len(parts[0]) - len(states):
             warn_user(_MISSING.format(missing=missing, ranks=missing + len(states)))
         self._buffers.load_state_dict(given["buffers"])
+        note_apart(self._weights)
         self._counts = {name: given["counts"][name] for name in self._counts}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -261,6 +261,18 @@ def wrap_after_local_steps(kind: Any, spec: str | None) -> Tensor:
     return small_net.train(whole, optimizer, data, 4)
 
 
+def load_local_steps_and_wrap(kind: Any, spec: str | None) -> Tensor:
+    """Exchange gradients where a state of local steps has been loaded, and no step came since."""
+    model, data = small_net.net(), small_net.examples(rank())
+    local = gradcomp.local.LocalSteps(model, kind(model.parameters()), spec or "sign", every=2)
+    small_net.train(model, local, data, 4)
+    model, state = small_net.net(), local.state_dict()
+    optimizer: Any = kind(model.parameters())
+    gradcomp.local.LocalSteps(model, optimizer, spec or "sign", every=2).load_state_dict(state)
+    gradcomp.ddp.attach(whole := DistributedDataParallel(model), "blocks")
+    return small_net.train(whole, optimizer, data, 4)
+
+
 def load_into_a_new_optimizer(kind: Any, spec: str | None) -> Tensor:
     """Load each rank's state from a time when updates were exchanged, where gradients have been for some steps."""
     run = made(kind, spec)
@@ -308,6 +320,7 @@ OTHERS = (
     wrap_anew_and_change,
     wrap_anew_for_gradients,
     wrap_after_local_steps,
+    load_local_steps_and_wrap,
     load_into_a_new_optimizer,
     save_before_the_first_step,
 )
