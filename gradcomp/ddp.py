@@ -47,6 +47,8 @@ _POSITIONAL = (
     'gradcomp.ddp.attach(model, "topk", optimizer=optimizer)'
 )
 
+_MIXED = "DistributedDataParallel(mixed_precision=...) has a communication hook of its own: use torch.autocast in its place"
+
 # DDP's method by which a rank in join() tells that it uses no layers, with find_unused_parameters.
 _MATCH = "_match_unused_params_allreduce"
 
@@ -119,6 +121,8 @@ def attach(
     except RuntimeError as error:
         if "once" not in str(error):
             raise
+        if model.mixed_precision is not None:
+            raise RuntimeError(_MIXED) from error
         raise RuntimeError(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"

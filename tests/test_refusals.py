@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from doors import COMPRESSION, DDP, DOORS, EVERY, OWN, Training
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradcomp
 
@@ -63,6 +64,11 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("optimizer as spec", (DDP,), r"TypeError: attach\(\) takes the model and the spec by position"),
     ("compiled", (DDP,), r"TypeError: .*torch\.compile\(\) has wrapped; call attach\(\) before torch\.compile"),
     ("attached twice", (DDP,), "RuntimeError: the model has a communication hook already; keep the handle of the first"),
+    (
+        "mixed precision",
+        (DDP,),
+        r"RuntimeError: DistributedDataParallel\(mixed_precision=...\) has a communication hook of its",
+    ),
     ("other ranks", (DDP,), "ValueError: the ranks do not agree .*spec: rank 0 has 'topk:ratio=0.1', rank 1 has 'sign'"),
 ]
 SENTENCES = {(case, door): sentence for case, own, sentence in CASES for door in own}
@@ -190,6 +196,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "optimizer as spec": lambda door: gradcomp.ddp.attach(linear(), sgd(linear())),  # type: ignore[arg-type]
     "compiled": compiled,
     "attached twice": lambda door: gradcomp.ddp.attach(Training(DDP, spec="topk").whole, "topk"),
+    "mixed precision": used(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)),
     "other ranks": other_ranks,
 }
 
