@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -130,6 +132,51 @@ def test_ddp_then_takes_sparse_gradients_and_unused_layers() -> None:
     one, other = launch(odd_programs, 2)
     assert torch.equal(one["came"], other["came"])
     torch.testing.assert_close(one["came"], one["wanted"])
+
+
+def at_odd_times() -> dict[str, Any]:
+    """Remove an exchange between the first backward pass and its step; load a state of each rank's own afterwards; and remove
+    the exchange of one of two models that share a layer.
+    """
+    join(DDP)
+    found = dict[str, Any]()
+    run, plain = (Training(DDP, spec=spec, momentum=0.9) for spec in ("topk:ratio=0.05", None))
+    plain.data = iter(batches := [next(run.data)])
+    run.data = iter(batches)
+    run.backward()
+    run.handle.remove()
+    run.optimizer.step()
+    found["first came"], found["first wanted"] = run.weights, plain.train(1)
+    run = Training(DDP, spec="topk:ratio=0.05")
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), 0.01)
+    run.train(4)
+    kept = copy.deepcopy(run.optimizer.state_dict())
+    bucket = weakref.ref(run.handle._session.reducer.buckets[0])
+    run.handle.remove()
+    gc.collect()
+    found["has memory"] = bucket() is not None
+    run.train(2)
+    run.optimizer.load_state_dict(kept)
+    found["loaded"] = run.train(2)
+    for how in ("remove", "change"):
+        models = [small_net.net(seed) for seed in (1, 2)]
+        models[1].first = models[0].first
+        runs = [Training(DDP, each, "topk:ratio=0.05") for each in models]
+        for each in (*runs, *runs):
+            each.train(1)
+        runs[1].handle.remove() if how == "remove" else runs[1].handle.change("blocks")
+        for each in (*runs, *runs):
+            each.train(1)
+        found[f"shared, {how}"] = torch.cat([each.weights for each in runs])
+    return found
+
+
+def test_an_exchange_ends_at_odd_times() -> None:
+    one, other = launch(at_odd_times, 2)
+    for key in ("first came", "loaded", "shared, remove", "shared, change"):
+        assert torch.equal(one[key], other[key]), key
+    torch.testing.assert_close(one["first came"], one["first wanted"])
+    assert not one["has memory"]
 
 
 def over_shards(kind: str, spec: str, weights: str | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Resume:
         old, before = session.reducer, session.compressor
         compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
         new = session.make_reducer(compressor)
-        delivers = old.on_updates and not new.on_updates and old.steps_done > 0
+        delivers = old.on_updates and not new.on_updates and (session.has_met or old.steps_done > 0)
         if old.on_updates == new.on_updates or not session.door.has_optimizers:
             new = state.carry(old, new)
         new.steps_done = old.steps_done

@@ -198,7 +198,8 @@ class Optimizers:
 
     def find_unaveraged(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the state of an optimizer that is about to step with gradients of all ranks may differ between them."""
-        if self.averaged is None or optimizer in self.averaged:
+        # It has loaded a state if the ranks are to meet; after remove(), they do so in no backward pass.
+        if self.averaged is None or (optimizer in self.averaged and self._session().has_met):
             return False
         self.averaged.add(optimizer)
         return self.find(optimizer) is not None
@@ -207,3 +208,4 @@ class Optimizers:
         """Note a change of spec, or a loaded state: moments may have come that are not delivered yet."""
         for each in self.every():
             each.is_new, each.exchanges = True, 0 if is_loaded else each.exchanges
+            each.reducer, each.buckets, each.waiting = None, [], []  # which have memory

@@ -76,12 +76,14 @@ def exchanged() -> set[int]:
 def exchanged_by_later(session: Any) -> set[int]:
     """Return the ids of the parameters that a session leaves to those that came later: two would delay updates twice.
 
-    So it is where a model is wrapped anew and the old one lives on, also for an exchange of gradients, or where two models
-    share layers. Under Horovod, each session has optimizers of its own.
+    So it is where a model is wrapped anew and the old one lives on, also for an exchange of gradients, or where two models that
+    exchange updates share layers. Under Horovod, each session has optimizers of its own.
     """
+    own = session.updates.exchanged
     living = [each for each in _living() if not each.door.needs_gradients]
     later = living[living.index(session) + 1 :] if session in living else []
-    return {number for each in later for number in each.updates.exchanged}
+    leaves = [each.updates.exchanged for each in later if each.reducer.on_updates or own <= each.updates.exchanged]
+    return {number for numbers in leaves for number in numbers}
 
 
 def in_closure() -> bool:
