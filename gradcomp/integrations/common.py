@@ -63,9 +63,13 @@ def figures(handle: Handle) -> dict[str, float]:
 def save(handle: Handle, stem: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
     """Save this rank's state as STEM<rank>.pt. All ranks call it. Rank 0 removes the files of ranks that there are no more.
 
+    After remove() it removes all, which would be loaded beside later weights.
     optimizers: their states go into the file, too. A trainer saves those of rank 0 alone.
     """
+    session: Any = handle._session
     if handle._is_removed:
+        if session.kept.network.world.rank == 0:
+            remove(stem)
         return
     files, path = url_to_fs(stem)
     files.makedirs(path.rpartition("/")[0], exist_ok=True)  # the rank that makes the folder may come later

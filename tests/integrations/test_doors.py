@@ -285,8 +285,11 @@ def test_a_checkpoint_whose_files_are_missing_is_warned_of(tmp_path: Path) -> No
 
 
 def test_a_handle_that_was_removed_has_no_files_and_no_figures(tmp_path: Path) -> None:
+    """Files of before would be loaded beside a checkpoint of later weights."""
     handle = Held(0, 1, on_updates=True)
-    handle._is_removed = True
+    common.save(handle, f"{tmp_path}/rank")
+    assert [*tmp_path.iterdir()]
+    handle._is_removed, handle._session = True, SimpleNamespace(kept=handle._session)
     common.save(handle, f"{tmp_path}/rank")
     assert not common.load(handle, f"{tmp_path}/rank") and not [*tmp_path.iterdir()]
     assert common.figures(handle) == {} and common.own_optimizers([handle], [stepped(1.0)]) == []

@@ -198,8 +198,9 @@ class Optimizers:
 
     def find_unaveraged(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the state of an optimizer that is about to step with gradients of all ranks may differ between them."""
+        session: Any = self._session()
         # It has loaded a state if the ranks are to meet; after remove(), they do so in no backward pass.
-        if self.averaged is None or (optimizer in self.averaged and self._session().has_met):
+        if self.averaged is None or (optimizer in self.averaged and session.has_met):
             return False
         self.averaged.add(optimizer)
         return self.find(optimizer) is not None
