@@ -166,6 +166,7 @@ class Handle:
         if self._is_removed:
             return
         session = self._session
+        session.phases.note("remove()")
         try:
             session.meet()
             session.door.agreed["remove()"] = "called"

@@ -77,11 +77,15 @@ def test_a_training_goes_on_as_without_gradcomp(door: str, spec: str) -> None:
 
 
 def alone() -> None:
-    """Rank 0 removes the exchange: rank 1 changes the spec at first, and then it trains on."""
+    """Rank 0 removes the exchange: in the middle of a step; while rank 1 changes the spec; and while it trains on."""
     join(DDP)
     run = Training(DDP, spec="topk:ratio=0.05")
     run.train(2)
-    first = dist.get_rank() == 0
+    first, phases = dist.get_rank() == 0, run.handle._session.phases
+    phases.note("a gradient")
+    refused = small_net.refused(run.handle.remove)
+    assert refused.startswith("RuntimeError: remove() came in the middle of a step"), refused
+    phases.note("the end of a step")
     said = [small_net.refused(run.handle.remove if first else lambda: run.handle.change("dense"))]
     said.append(str(bool(run.train(2).isfinite().all())))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)

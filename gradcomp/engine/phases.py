@@ -39,6 +39,7 @@ TRANSITIONS: Mapping[str, Mapping[Phase, Phase | str]] = {
     "a failure": dict.fromkeys(Phase, Phase.FAILED),
     "a new start": dict.fromkeys(Phase, Phase.UNMET),
     "change()": _BETWEEN_STEPS,
+    "remove()": _BETWEEN_STEPS,
     "watch()": _BETWEEN_STEPS,
     "state_dict()": _BETWEEN_STEPS,
     "commit()": _BETWEEN_STEPS,
