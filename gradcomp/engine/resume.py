@@ -49,7 +49,8 @@ class Resume:
         old, before = session.reducer, session.compressor
         compressor = compressor if session.door.has_optimizers else state.successor(compressor, old)
         new = session.make_reducer(compressor)
-        delivers = old.on_updates and not new.on_updates and (session.has_met or old.steps_done > 0)
+        has_any = old.steps_done > 0 or session.updates.has_gradients
+        delivers = has_any and old.on_updates and not new.on_updates
         if old.on_updates == new.on_updates or not session.door.has_optimizers:
             new = state.carry(old, new)
         new.steps_done = old.steps_done
