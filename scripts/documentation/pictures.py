@@ -192,7 +192,8 @@ def local_steps() -> str:
         about = f"{each.text}, {each.parameters / 1e6:.2f} M, {each.optimizer}: loss above DDP's, %"
         rows, ratio = parts.setdefault(about, []), each.line["compression"]
         name = f"{each.ranks}: {way.spec.partition(':')[0]}, {way.every}"
-        rows.append(Bounded(name, ratio, fmean(each.over), upper_bound(each.over), True))
+        over, seeds = fmean(each.over), len(each.over)
+        rows.append(Bounded(name, ratio, over, upper_bound(each.over) if seeds > 1 else over, True))
         if each.law is not None:
             rows.append(Bounded(f"{each.ranks}: the law", ratio, each.law, each.law, False))
     ddp, *others = lines_of("local-cifar")

@@ -248,7 +248,7 @@ TEXTS = {"shakespeare": "Shakespeare", "python": "Python's library"}
 
 
 class Trained(NamedTuple):
-    """Trainings of one way with three seeds, at its best rate. way: None for DDP, whose line is base."""
+    """Trainings of one way at its best rate. way: None for DDP, whose line is base."""
 
     text: str
     parameters: int
@@ -275,8 +275,14 @@ class Trained(NamedTuple):
     def over(self) -> list[float]:
         """Return by how many percent the loss of a held-out byte is above DDP's, by seed."""
         assert self.base is not None
-        both = zip(self.line["scores"], self.base["scores"], strict=True)
-        return [100 * (math.log(own) / math.log(ddp) - 1) for own, ddp in both]
+        ddp = dict(zip(self.base["seeds"], self.base["scores"], strict=True))
+        both = zip(self.line["seeds"], self.line["scores"], strict=True)
+        return [100 * (math.log(own) / math.log(ddp[seed]) - 1) for seed, own in both]
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Order the rates of a way: those with most seeds first, and then by training loss."""
+        return -len(self.line["seeds"]), self.line["losses"][-1]
 
 
 def local_trainings() -> list[Trained]:
@@ -291,8 +297,7 @@ def local_trainings() -> list[Trained]:
                 trained = TEXTS[text], of["parameters"], muon.capitalize() or "AdamW", settings["steps"]
                 one = Trained(*trained, record["ranks"] if way else 1, way, settings["lr"], line)
                 key = (*one[:5], way and (way.every, way.spec))
-                if len(line["seeds"]) >= 3 and (key not in found or line["losses"][-1] < found[key].line["losses"][-1]):
-                    found[key] = one
+                found[key] = min(one, found.get(key, one), key=lambda each: each.order)
     bases = {each[:4]: each.line for each in found.values() if each.way is None}
     ordered = sorted(found.values(), key=lambda each: (each[:5], each.line["compression"]))
     return [each._replace(base=bases[each[:4]]) for each in ordered]
@@ -301,7 +306,7 @@ def local_trainings() -> list[Trained]:
 def local_steps() -> Rows:
     """Write a row for each way: its loss and perplexity, how much larger they are than DDP's, the law's figure, its bytes."""
     rows = [["training", "replicas", "way", "loss", "over DDP's", "the law", "perplexity", "over DDP's"]]
-    rows[0] += ["bytes, DDP's / sent", "rate; outer, momentum"]
+    rows[0] += ["bytes, DDP's / sent", "rate; outer, momentum", "seeds"]
     before = ""
     for each in local_trainings():
         way, line, base = each.way, each.line, each.base
@@ -310,7 +315,8 @@ def local_steps() -> Rows:
         cells += [f"`every={way.every}`, `{way.spec}`" if way else "DDP", f"{fmean(map(math.log, line['scores'])):.3f}"]
         cells += [f"{fmean(each.over):+.1f} %" if way else "", figure(each.law, "{:+.1f} %", ""), f"{line['score']:.2f}"]
         cells += [f"{100 * (line['score'] / base['score'] - 1):+.1f} %" if way else "", f"{line['compression']:,.0f} x"]
-        rows.append([*cells, f"{each.rate:g}" + (f"; {way.rate:g}, {way.momentum:g}" if way else "")])
+        rates = f"{each.rate:g}" + (f"; {way.rate:g}, {way.momentum:g}" if way else "")
+        rows.append([*cells, rates, str(len(line["seeds"]))])
         before = each.about
     return rows
 
