@@ -331,7 +331,7 @@ class Chooser:
         self._note_choice(_reason(self._present, seconds_of), seconds_of, cost)
         if self._present != self._said:
             self._said = self._present
-            text = f"gradcomp: auto goes on with {self._present} after step {self._last['after_step']}: {self._last['reason']}"
+            text = f"gradcomp: auto uses {self._present} after step {self._last['after_step']}: {self._last['reason']}"
             log_on_rank_0(text, self._session.network)
 
     def _note_choice(self, reason: str, seconds: Mapping[Candidate, float], cost: float) -> None:

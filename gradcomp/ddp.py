@@ -94,7 +94,7 @@ def attach(
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach() got a model that torch.compile() has wrapped; call attach() before torch.compile()")
     if type(model).__name__.startswith("FSDP"):
-        raise TypeError(f"attach() got a {type(model).__name__}; call gradcomp.fsdp.attach(), the door of FSDP2")
+        raise TypeError(f"attach() got a {type(model).__name__}; call gradcomp.fsdp.attach(), which is for FSDP2")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
     ignored = model.parameters_to_ignore

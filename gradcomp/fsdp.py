@@ -53,8 +53,8 @@ _UNWRAPPED = (
 )
 _NOT_YET = "auto does not choose over FSDP2; write a spec, such as blocks"
 _LATE = (
-    "{spec} over shards rounds gradients coarsely, and the optimizer's momentum then sees them so: that costs accuracy. Let "
-    "the spec be blocks. To go on so without this warning, write momentum=0 into the spec"
+    "{spec} over shards rounds gradients coarsely, and the optimizer's momentum accumulates the errors, which costs accuracy. "
+    "Use blocks. To keep the spec without this warning, write momentum=0 into it"
 )
 _OTHER_SPEC = "the state was saved with {theirs!r}, and this exchange has {spec!r}; attach {theirs!r}, load, and call change()"
 _OTHER_LAYERS = (

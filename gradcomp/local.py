@@ -50,7 +50,7 @@ _NOTHING = "the model has no parameter that is trained; unfreeze some before Loc
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
     "the optimizer and the model have different parameters that are trained, such as {name}: its steps would not be exchanged. "
-    "Pass one optimizer of all trained parameters; after an unfreezing or add_param_group(), flush() and make LocalSteps anew"
+    "Pass one optimizer of all trained parameters; after an unfreezing or add_param_group(), flush() and make new LocalSteps"
 )
 _UNLIKE = (
     "{places}: all ranks take the same number of steps up to a synchronization, and flush() between the same two. Let a rank "
@@ -61,7 +61,7 @@ _MISSING = (
     "out, and what their residuals held. If these ranks are not gone, load the list of all ranks' states on every rank"
 )
 _FAILED = (
-    "the progress of some rank was not finite: all ranks go back to the weights and buffers after the last synchronization, "
+    "the progress of some rank was not finite: all ranks return to the weights and buffers after the last synchronization, "
     "and the steps since then are lost, but for what a residual keeps"
 )
 
@@ -344,7 +344,7 @@ class LocalSteps:
         saved.check_form(optimizer, saved.table(state, "form"), "the optimizer's state")
         groups = [saved.sequence(each, "params") for each in saved.sequence(optimizer, "param_groups")]
         if groups != [each["params"] for each in self._optimizer.state_dict()["param_groups"]]:
-            raise ValueError("the state is of an optimizer of other parameters; load it into one that is made alike")
+            raise ValueError("the state is of an optimizer of other parameters; load it into one of the same parameters")
 
     def _call_roll(self, flushes: bool, parts: Sequence[int]) -> list[bool]:
         """Begin to tell the other ranks what this one begins: the exchange of these fragments. Return the flags."""

@@ -22,7 +22,7 @@ _WRAPPED = (
     "A DistributedDataParallel over the ranks of a site, its process_group=, is taken as it is"
 )
 _UNEQUAL = (
-    "the process groups of the DistributedDataParallel models have {counts} ranks: make all equally large. Or pass the model "
+    "the process groups of the DistributedDataParallel models have {counts} ranks: make all the same size. Or pass the model "
     "inside, model.module: every rank then sends its whole progress to all others"
 )
 _SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"

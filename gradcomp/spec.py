@@ -88,7 +88,7 @@ def kind_of(name: str) -> type[Compressor]:
         raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
     if name == AUTO:
         raise ValueError(
-            "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of a training's exchange"
+            "auto is not a compressor: it chooses one while real ranks train; pass it alone, as the spec of a training"
         )
     if name not in names():
         raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join([*names(), AUTO])}")

@@ -212,7 +212,7 @@ def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str, capl
     slow = train(ranks, CHOICE)[0]
     assert slow["way"].startswith(compressed) and slow["choices"] == 1, slow
     assert slow["seconds"][slow["way"]] < 0.8 * slow["seconds"]["stock"]
-    assert caplog.messages == [f"gradcomp: auto goes on with {slow['way']} after step {slow['after_step']}: {slow['reason']}"]
+    assert caplog.messages == [f"gradcomp: auto uses {slow['way']} after step {slow['after_step']}: {slow['reason']}"]
     link.each = FAST
     fast = train(ranks, SEEN + CHOICE)[0]
     assert fast["way"] == "stock" and fast["after_step"] > slow["after_step"], fast

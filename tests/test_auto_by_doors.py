@@ -342,8 +342,8 @@ def test_on_three_ranks_the_ways_of_stock_are_ddps_own_to_the_last_bit() -> None
 
 
 def test_auto_is_no_compressor() -> None:
-    with pytest.raises(ValueError, match="auto is no compressor: it chooses one while real ranks train"):
+    with pytest.raises(ValueError, match="auto is not a compressor: it chooses one while real ranks train"):
         gradcomp.make("auto")
-    with pytest.raises(ValueError, match="auto is no compressor"):
+    with pytest.raises(ValueError, match="auto is not a compressor"):
         gradcomp.Simulation("auto", {"w": (3,)}, 2)
     assert "loss=high" in gradcomp.describe("auto:loss=high")

@@ -251,7 +251,7 @@ def test_compressors_that_no_spec_names_are_told_apart() -> None:
 
 @pytest.mark.parametrize("pattern", ["", " a", "a=b", "a;b", 5])
 def test_a_pattern_that_no_spec_can_say_is_refused(pattern: Any) -> None:
-    with pytest.raises(ValueError, match="is no pattern of layers' names"):
+    with pytest.raises(ValueError, match="is not a pattern of layers' names"):
         gradcomp.by_layer({pattern: "dense"}, "topk")
 
 

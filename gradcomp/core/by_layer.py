@@ -35,7 +35,7 @@ class ByLayer(Compressor):
         patterns = [pattern for pattern, _ in self.rules]
         for i, pattern in enumerate(patterns):
             if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:
-                raise ValueError(f"{pattern!r} is no pattern of layers' names: leave out '=', ';' and spaces around it")
+                raise ValueError(f"{pattern!r} is not a pattern of layers' names: leave out '=', ';' and spaces around it")
             if pattern in patterns[:i]:
                 raise ValueError(f"the pattern {pattern!r} is given twice; keep one")
 

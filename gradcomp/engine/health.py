@@ -91,7 +91,7 @@ class Health:
         if self._left_most >= TIMES:
             self._warn(f"{TIMES} of {TIMES} measured steps took nothing out of it")
         elif self._grew >= GROWTHS:
-            self._warn(f"it grew {GROWTH}-fold {GROWTHS} times on end, every {INTERVAL} steps")
+            self._warn(f"it grew {GROWTH}-fold {GROWTHS} times in a row, every {INTERVAL} steps")
 
     def _warn(self, why: str) -> None:
         if self.warning:

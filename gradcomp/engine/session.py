@@ -173,7 +173,7 @@ class Session:
         if joins:
             state.scale_state(self.reducer, 0.0)
         elif of_leader != steps and not (leader is not None and self.resume.go_back(of_leader)) and steps:
-            text = "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d"
+            text = "gradcomp: the residual of rank %d is of step %d, but all ranks continue after step %d"
             log.warning(text, self.network.world.number(self.network.world.rank), steps, of_leader)
         if follows and self.turns is not None:  # ranks that are new to a training have another compressor
             self.gradients.let_stock_exchange(None)

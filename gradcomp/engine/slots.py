@@ -245,7 +245,7 @@ def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:
             raise TypeError(f"named_parameters holds a {type(each).__name__}, not pairs of name and parameter; {right}")
     if not listed:
         raise ValueError(
-            "named_parameters is empty; a generator such as model.named_parameters() can be read only once: call it anew for "
+            "named_parameters is empty; a generator such as model.named_parameters() can be read only once: call it again for "
             "each argument"
         )
     return listed

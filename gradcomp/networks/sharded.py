@@ -60,7 +60,7 @@ _GROUPS = (
 )
 
 _GONE = (
-    'the backend "gradcomp" is needed no longer: leave it out of init_device_mesh(backend_override=...); attach() finds the '
+    'the backend "gradcomp" is no longer needed: leave it out of init_device_mesh(backend_override=...); attach() finds the '
     "replicas of a mesh"
 )
 

@@ -48,7 +48,7 @@ def accumulated(spec: str) -> int:
         return 0
     match = re.fullmatch(r"accumulate:steps=([1-9][0-9]*)", spec)
     if match is None:
-        raise ValueError(f"{spec!r} is no way to exchange gradients; write for example {BASELINES[-1]}")
+        raise ValueError(f"{spec!r} is not a way to exchange gradients; write for example {BASELINES[-1]}")
     return int(match[1])
 
 

@@ -38,7 +38,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, check: int = 1000) -
             )
     for writer in writers:
         if not callable(writer):
-            raise TypeError(f"{writer!r} is no writer; pass JsonLines(folder), TensorBoard(folder) or a function of a record")
+            raise TypeError(f"{writer!r} is not a writer; use JsonLines(folder), TensorBoard(folder) or a function of a record")
     intervals = Intervals(every, check)
     for holder in (exchange, getattr(exchange, "compression", None), getattr(exchange, "_compression", None)):
         if (begin := getattr(holder, "_watch", None)) is not None:

@@ -175,7 +175,7 @@ def test_a_change_within_backward_is_refused() -> None:
     [
         ("auto:los=high", r"auto has no knob 'los' \(did you mean 'loss'"),
         ("auto:loss=medium", "must be one of none, low, high"),
-        ("auto; *.bias=dense", "auto is no compressor"),
+        ("auto; *.bias=dense", "auto is not a compressor"),
     ],
 )
 def test_wrong_knobs_of_auto_get_a_sentence(spec: str, sentence: str) -> None:

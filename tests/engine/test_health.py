@@ -73,7 +73,7 @@ def test_a_residual_from_which_nothing_is_taken_is_warned_of_once(monkeypatch: p
 def test_a_residual_that_grows_exponentially_is_warned_of_once() -> None:
     _, texts = train("topk:ratio=0.001", 10 * INTERVAL, lambda step: {n: 1.1**step * each for n, each in drawn(step).items()})
     (text,) = {*texts}
-    assert "it grew 1.5-fold 8 times on end" in text and "topk" in text and "clip=" in text
+    assert "it grew 1.5-fold 8 times in a row" in text and "topk" in text and "clip=" in text
 
 
 def test_a_layer_of_equal_gradients_is_sent() -> None:

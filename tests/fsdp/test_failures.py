@@ -135,7 +135,7 @@ def failing(kind: str) -> list[dict[str, Any]]:
 WORDS = {
     "plain": "TypeError: attach() got a Sequential without any module of FSDP2",
     "DDP": "TypeError: attach() got a DistributedDataParallel model; call gradcomp.ddp.attach()",
-    "DDP's door": "TypeError: attach() got a FSDPSequential; call gradcomp.fsdp.attach(), the door of FSDP2",
+    "DDP's door": "TypeError: attach() got a FSDPSequential; call gradcomp.fsdp.attach(), which is for FSDP2",
     "FSDP1": "TypeError: attach() got a model of FSDP1; wrap it by fully_shard()",
     "old": "TypeError: attach() got a model of the older replicate()",
     "frozen": "ValueError: attach() got a model without trained parameters",
@@ -145,7 +145,7 @@ WORDS = {
     "residual": "ValueError: topk cannot act over shards, and the mesh has no replicas",
     "memory first": "ValueError: the module '0' has a reduce-scatter of its own, ProcessGroupAllocReduceScatter",
     "memory later": "AssertionError: cannot call set_allocate_memory_from_process_group()",  # torch's own word
-    "backend": 'the backend "gradcomp" is needed no longer: leave it out of init_device_mesh(',
+    "backend": 'the backend "gradcomp" is no longer needed: leave it out of init_device_mesh(',
     "groups": "has parameters on several meshes, by its shard_placement_fn",
     "meshes": "are on different meshes",
 }

@@ -158,7 +158,7 @@ def test_a_layer_that_rests_has_nothing_waiting() -> None:
 
 def test_wrong_groups_are_named() -> None:
     for rank in launched():
-        assert "have 3, 1 ranks: make all equally large" in rank["unequal"]
+        assert "have 3, 1 ranks: make all the same size" in rank["unequal"]
         assert "exchanges gradients among all ranks in every step" in rank["whole"]
         assert rank["compiled"] == rank["whole"]
         assert "dense:by_host=true" in rank["mixed"]

@@ -140,7 +140,7 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"backward_time": None}, "backward_time=None must be a time in seconds"),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
-        ({"specs": ["accumulate:steps=0"]}, "'accumulate:steps=0' is no way .*; write for example accumulate:steps=4"),
+        ({"specs": ["accumulate:steps=0"]}, "'accumulate:steps=0' is not a way .*; write for example accumulate:steps=4"),
         ({"model": {"w": (-3, -5)}}, r"the shape \[-3, -5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2.5,)}}, r"the shape \[2.5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2**63 - 1, 5)}}, "but a layer must have fewer than 2\\^31"),

@@ -243,7 +243,7 @@ def test_wrong_intervals_are_refused(options: dict[str, Any], said: str) -> None
 
 def test_wrong_things_are_refused() -> None:
     simulation = gradcomp.Simulation("topk", {"w": (4,)}, 1)
-    with pytest.raises(TypeError, match="'logs' is no writer; pass JsonLines"):
+    with pytest.raises(TypeError, match="'logs' is not a writer; use JsonLines"):
         telemetry.watch(simulation, "logs")  # type: ignore[arg-type]
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     with pytest.raises(

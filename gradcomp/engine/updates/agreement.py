@@ -33,7 +33,7 @@ _PARTED = (
 # Passes on end with a gradient that is not finite, before the warning. A GradScaler halves its scale as often: to a millionth.
 SPOILT_BEFORE_WARNING = 20
 _SPOILT = (
-    f"the gradients of {SPOILT_BEFORE_WARNING} backward passes on end were not finite on some rank. Either the training has "
+    f"the gradients of {SPOILT_BEFORE_WARNING} backward passes in a row were not finite on some rank. Either the training has "
     "diverged, or a layer that no optimizer trains keeps an infinity of an earlier pass in its gradient: freeze such layers, "
     "or call model.zero_grad() in place of optimizer.zero_grad()"
 )

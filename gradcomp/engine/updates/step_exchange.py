@@ -47,8 +47,8 @@ _CAPTURED = (
     'and call step() outside of the graph, or take the spec "blocks"'
 )
 _ADDED = (
-    "{name} has got a parameter of shape {shape} since gradcomp was set up, and no rank exchanges it: each trains its own. Let "
-    "the optimizer have it from the beginning, frozen after the set-up until it is trained, or make both anew"
+    "{name} got a parameter of shape {shape} after gradcomp was set up, and no rank exchanges it: each trains its own. Give it "
+    "to the optimizer from the beginning, and freeze it until you train it, or create both again"
 )
 _SUMS = (
     "op=Sum adds the ranks' updates up, and those of {name} do not grow with the gradient: its steps would be as many times "

@@ -152,4 +152,4 @@ def test_layers_that_an_optimizer_gets_later_are_exchanged_or_warned_of(door: st
     if torch.equal(there["after"], here["after"]):
         assert not there["said"] and door != OWN
     else:
-        assert len(there["said"]) == 1 and "SGD has got a parameter of shape (70, 70)" in there["said"][0]
+        assert len(there["said"]) == 1 and "SGD got a parameter of shape (70, 70)" in there["said"][0]

@@ -55,7 +55,7 @@ def test_passes_that_are_never_finite_are_told_of_once() -> None:
     ours.exchange(draw(1, ranks=2))
     for _ in range(SPOILT_BEFORE_WARNING - 1):
         ours.exchange(spoilt)
-    with pytest.warns(UserWarning, match="of 20 backward passes on end were not finite on some rank"):
+    with pytest.warns(UserWarning, match="of 20 backward passes in a row were not finite on some rank"):
         ours.exchange(spoilt)
     for _ in range(SPOILT_BEFORE_WARNING + 1):
         ours.exchange(spoilt)
