@@ -48,7 +48,7 @@ _CAPTURED = (
 )
 _ADDED = (
     "{name} got a parameter of shape {shape} after gradcomp was set up, and no rank exchanges it: each trains its own. Give it "
-    "to the optimizer from the beginning, and freeze it until you train it, or create both again"
+    "to the optimizer from the beginning, and freeze it after attach() until you train it, or create both again"
 )
 _SUMS = (
     "op=Sum adds the ranks' updates up, and those of {name} do not grow with the gradient: its steps would be as many times "
