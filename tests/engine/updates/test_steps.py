@@ -19,7 +19,7 @@ from gradcomp.engine.updates.steps import ignore, listen
 class Noted:
     """A session, and its exchange of updates. takes_part: in all steps."""
 
-    reducer, door, exchanged, turns = SimpleNamespace(on_updates=False), Door(), (), None
+    reducer, door, exchanged, turns = SimpleNamespace(on_updates=False), Door(), frozenset[int](), None
     updates = property(lambda self: self)
 
     def __init__(self, into: list[Any], takes_part: bool = False):
