@@ -88,8 +88,8 @@ UPDATES_FAULTS: Table = {
         },
         ("test_step_exchange.py", "test_random_programs.py"): {
             "a change to gradients leaves every rank the state of its own optimizer": (
-                "            state.copy_(mean.div(network.world.size).view(state.shape))\n",
-                "            pass\n",
+                "        state.copy_(mean.div(network.world.size).view(state.shape))\n",
+                "        pass\n",
             ),
         },
         ("test_laws_of_updates.py", "test_frozen.py"): {

@@ -82,8 +82,8 @@ def exchanged_by_later(session: Any) -> set[int]:
     own = session.updates.exchanged
     living = [each for each in _living() if not each.door.needs_gradients]
     later = living[living.index(session) + 1 :] if session in living else []
-    leaves = [each.updates.exchanged for each in later if each.reducer.on_updates or own <= each.updates.exchanged]
-    return {number for numbers in leaves for number in numbers}
+    takers = [each for each in later if each.reducer.on_updates or own <= each.updates.exchanged]
+    return {number for each in takers for number in each.updates.exchanged}
 
 
 def in_closure() -> bool:

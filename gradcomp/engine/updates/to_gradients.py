@@ -80,29 +80,35 @@ def _average(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connec
     alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in forms()), strict=True)]
     differ = not any(alike)
     optimizers = choices[-1] if differ else choices[alike.index(True)]
-    kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
-    if not differ and (yield from _differ(kept, network)):  # the mean of equal ones may be rounded
-        floats, numbers = [each for each in kept if each.is_floating_point()], _numbers(optimizers)
-        own = [
-            each.reshape(-1).to(network.device, torch.promote_types(each.dtype, torch.float32), copy=True) for each in floats
-        ]
-        # Divided after the sum: a count of steps is then one.
-        means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
-        yield
-        for state, answer in zip(floats, means, strict=True):
-            mean = answer()
-            assert isinstance(mean, Tensor)
-            state.copy_(mean.div(network.world.size).view(state.shape))
-        # One more than there are, since there may be none.
-        own_numbers = torch.tensor([*(group[name] for group, name in numbers), 0.0], dtype=torch.float64, device=network.device)
-        numbers_of_ranks = gather(network, own_numbers, "numbers of optimizers")
-        yield
-        for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in numbers_of_ranks()), strict=True):
-            if len({*values}) > 1:
-                group[name] = fmean(values)
-        differ = yield from _differ(kept, network)
+    if not differ:
+        yield from _average_numbers(_numbers(optimizers), network)
+        kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+        if differ := (yield from _differ(kept, network)):  # the mean of equal ones may be rounded
+            yield from _average_tensors([each for each in kept if each.is_floating_point()], network)
+            differ = yield from _differ(kept, network)
     if differ:
         warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
+
+
+def _average_numbers(numbers: Sequence[tuple[dict[str, Any], str]], network: Connection) -> Iterator[None]:
+    # One more than there are, since there may be none.
+    own = torch.tensor([*(group[name] for group, name in numbers), 0.0], dtype=torch.float64, device=network.device)
+    of_ranks = gather(network, own, "numbers of optimizers")
+    yield
+    for (group, name), *values in zip(numbers, *(each[:-1].tolist() for each in of_ranks()), strict=True):
+        if len({*values}) > 1:  # the mean of equal ones may be rounded
+            group[name] = fmean(values)
+
+
+def _average_tensors(tensors: Sequence[Tensor], network: Connection) -> Iterator[None]:
+    own = [each.reshape(-1).to(network.device, torch.promote_types(each.dtype, torch.float32), copy=True) for each in tensors]
+    # Divided after the sum: a count of steps is then one.
+    means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
+    yield
+    for state, answer in zip(tensors, means, strict=True):
+        mean = answer()
+        assert isinstance(mean, Tensor)
+        state.copy_(mean.div(network.world.size).view(state.shape))
 
 
 def _differ(kept: Sequence[Tensor], network: Connection) -> Generator[None, None, bool]:

@@ -201,6 +201,15 @@ def test_after_a_change_to_gradients_all_optimizers_have_one_state(optimizer_of:
     ours.train(4, 12)
 
 
+def test_after_a_change_to_gradients_all_ranks_have_one_rate() -> None:
+    """A schedule by each rank's own loss has moved it. SGD keeps no tensor that differs, since its momentum was hidden."""
+    ours = Replicas("topk:ratio=0.1", partial(SGD, lr=0.1, momentum=0.9), ranks=2).train(3)
+    ours.ranks[1].optimizer.param_groups[0]["lr"] = 0.3
+    ours.change("dense")
+    assert [rank.optimizer.param_groups[0]["lr"] for rank in ours.ranks] == pytest.approx([0.2, 0.2])
+    ours.train(4, 3)
+
+
 def test_after_a_change_to_gradients_optimizers_of_the_same_layers_step_in_turn() -> None:
     def by_turns(rank: Replica, at: int) -> None:
         rank.step(rank.optimizers[at % 2])
