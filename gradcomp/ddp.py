@@ -56,7 +56,7 @@ _MATCH = "_match_unused_params_allreduce"
 @by_name(2, _POSITIONAL)
 def attach(
     model: DistributedDataParallel,
-    spec: str | Compressor = "topk",
+    spec: str | Compressor = "blocks",
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: "torch.amp.GradScaler | None" = None,

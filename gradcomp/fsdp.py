@@ -81,7 +81,7 @@ _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r};
 
 def attach(
     model: torch.nn.Module,
-    spec: str | Compressor,
+    spec: str | Compressor = "blocks",
     *,
     weights: str | Compressor | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,

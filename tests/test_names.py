@@ -167,3 +167,18 @@ def test_a_link_of_four_hosts_carries_what_traffic_ratio_says(spec: str, payload
     alone = gradcomp.Simulation(spec, {"w": (300_000,)}, 1)
     alone.step([{"w": torch.randn(300_000)}])
     assert alone.stats()["traffic_ratio"] is None
+
+
+def test_blocks_is_the_default_of_every_integration() -> None:
+    """By the text: not every trainer is installed. LocalSteps and Horovod's Compression are no part of it."""
+    files = (
+        "ddp",
+        "fsdp",
+        "horovod/optimizer",
+        "integrations/accelerate",
+        "integrations/lightning",
+        "integrations/transformers",
+    )
+    texts = [(ROOT / "gradcomp" / f"{name}.py").read_text() for name in files]
+    found = [re.findall(r'(?:spec|compression): str \| Compressor = "(\w+)"', text) for text in texts]
+    assert [set(each) for each in found] == [{"blocks"}] * len(files), found

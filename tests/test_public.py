@@ -44,9 +44,9 @@ gradcomp.SketchedSgd(ratio: 'float' = 0.01, candidates: 'int' = 4, rows: 'int' =
 gradcomp.TernGrad(group: 'int' = 2048, sigmas: 'float' = 2.5, route: 'str' = 'auto') -> None
 gradcomp.TopK(ratio: 'float' = 0.01, route: 'str' = 'allgather', wire: 'str' = 'compact') -> None
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
-gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = topk, *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float | None = None, bucket_cap_mb: float | None = None, seed: int = 0) -> Handle
+gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = blocks, *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float | None = None, bucket_cap_mb: float | None = None, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str | Compressor') -> 'str'
-gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor', *, weights: 'str | Compressor | None' = None, replicas: 'DeviceMesh | dist.ProcessGroup | None' = None, seed: 'int' = 0) -> 'Handle'
+gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor' = 'blocks', *, weights: 'str | Compressor | None' = None, replicas: 'DeviceMesh | dist.ProcessGroup | None' = None, seed: 'int' = 0) -> 'Handle'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
 gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.handle.Handle.remove() -> 'None'
@@ -57,7 +57,7 @@ gradcomp.handle.Handle.stats() -> 'Stats'
 gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, bucket_cap_mb: 'float | None' = None, seed: 'int' = 0)
 gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot | None]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
-gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, bucket_cap_mb: 'float | None' = None, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
+gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'blocks', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float | None' = None, bucket_cap_mb: 'float | None' = None, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.list_compressors() -> 'list[str]'
 gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'sign', *, every: 'int | None' = None, sync_every: 'int | None' = None, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, rounds: 'int | None' = None, fragments: 'int | None' = None, num_fragments: 'int | None' = None, seed: 'int' = 0)
 gradcomp.local.LocalSteps.flush() -> 'None'

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: str | Compressor = "topk",
+    compression: str | Compressor = "blocks",
     *,
     scaler: torch.amp.GradScaler | None = None,
     bucket_mb: float | None = None,

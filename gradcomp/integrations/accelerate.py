@@ -48,7 +48,7 @@ class Handler(DistributedDataParallelKwargs):
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    def __init__(self, spec: str | Compressor = "topk", *, bucket_mb: float | None = None, seed: int = 0, **ddp_options: Any):
+    def __init__(self, spec: str | Compressor = "blocks", *, bucket_mb: float | None = None, seed: int = 0, **ddp_options: Any):
         """Make a handler.
 
         Args:
@@ -133,7 +133,7 @@ class Handler(DistributedDataParallelKwargs):
         model.register_forward_pre_hook(compiler.disable(lambda model, inputs: self.handles and None))
 
 
-def attach(accelerator: accelerate.Accelerator, spec: str | Compressor = "topk", **options: Any) -> Handle:
+def attach(accelerator: accelerate.Accelerator, spec: str | Compressor = "blocks", **options: Any) -> Handle:
     """Compress the exchange of all models that an Accelerator will prepare. All ranks call it, before prepare().
 
     Args:

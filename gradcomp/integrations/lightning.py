@@ -38,7 +38,7 @@ class GradcompStrategy(DDPStrategy):
 
     handle: Handle | None = None
 
-    def __init__(self, spec: str | Compressor = "topk", *, bucket_mb: float | None = None, seed: int = 0, **ddp_options: Any):
+    def __init__(self, spec: str | Compressor = "blocks", *, bucket_mb: float | None = None, seed: int = 0, **ddp_options: Any):
         """Make a strategy.
 
         Args:

@@ -32,7 +32,7 @@ _SHARDED = (
 
 def attach(
     trainer: transformers.Trainer,
-    spec: str | Compressor = "topk",
+    spec: str | Compressor = "blocks",
     *,
     bucket_mb: float | None = None,
     bucket_cap_mb: float | None = None,
