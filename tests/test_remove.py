@@ -107,20 +107,26 @@ def test_a_rank_that_removes_alone_is_told_so() -> None:
 
 
 def odd_programs() -> dict[str, Any]:
-    """An embedding with sparse gradients, layers without any, and an optimizer that has not stepped yet."""
+    """An embedding with sparse gradients, layers without any, and an optimizer that has not stepped yet.
+
+    A twin never had an exchange. A third model has its own removed between the first backward pass and the step.
+    """
     join(DDP)
     torch.manual_seed(0)
     model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "out": nn.Linear(4, 2), "idle": nn.Linear(3, 3)})
-    twin = copy.deepcopy(model)
-    whole, plain = (nn.parallel.DistributedDataParallel(_Words(each), find_unused_parameters=True) for each in (model, twin))
-    gradcomp.ddp.attach(whole, "topk:ratio=0.5").remove()
-    for each, of in ((whole, model), (plain, twin)):
+    models = model, copy.deepcopy(model), copy.deepcopy(model)
+    wrapped = [nn.parallel.DistributedDataParallel(_Words(each), find_unused_parameters=True) for each in models]
+    gradcomp.ddp.attach(wrapped[0], "topk:ratio=0.5").remove()
+    late = gradcomp.ddp.attach(wrapped[2], "topk:ratio=0.5")
+    for each, of in zip(wrapped, models, strict=True):
         optimizer = torch.optim.SGD(of.parameters(), 0.1)
         for step in range(3):
             optimizer.zero_grad()
             each(torch.tensor([step, dist.get_rank()])).square().sum().backward()
+            if of is models[2] and not step:
+                late.remove()
             optimizer.step()
-    return {"came": small_net.weights(model), "wanted": small_net.weights(twin)}
+    return dict(zip(("came", "wanted", "late"), map(small_net.weights, models), strict=True))
 
 
 class _Words(nn.Module):
@@ -134,8 +140,9 @@ class _Words(nn.Module):
 
 def test_ddp_then_takes_sparse_gradients_and_unused_layers() -> None:
     one, other = launch(odd_programs, 2)
-    assert torch.equal(one["came"], other["came"])
-    torch.testing.assert_close(one["came"], one["wanted"])
+    for key in ("came", "late"):
+        assert torch.equal(one[key], other[key]), key
+        torch.testing.assert_close(one[key], one["wanted"])
 
 
 def at_odd_times() -> dict[str, Any]:

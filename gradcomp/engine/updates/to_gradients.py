@@ -55,8 +55,11 @@ def deliver_residuals(reducer: Reducer, network: Connection, sums: bool) -> Iter
         assert isinstance(mean, Tensor)
         for name, own in bucket.layout.views(mean).items():
             slot = reducer.slots[name]
-            grad = None if slot.parameter is None else slot.parameter.grad
-            if grad is not None and not grad.is_sparse:
+            if slot.parameter is None or (grad := slot.parameter.grad) is None:
+                continue
+            if grad.is_sparse:  # after remove(), DDP exchanges such ones
+                slot.parameter.grad = slot.shaped(own).to(grad.dtype).to_sparse(grad.sparse_dim())
+            else:
                 local(grad).copy_(slot.shaped(own))
 
 
@@ -133,6 +136,6 @@ def _form(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 def _gradient(slot: Slot) -> Tensor:
     """Copy a layer's gradient as it is now, flat; zeros where there is none."""
     grad = None if slot.parameter is None else slot.parameter.grad
-    if grad is None or grad.is_sparse:
+    if grad is None:
         return torch.zeros(slot.layer.size, device=slot.layer.device)
-    return slot.flat(grad).float().clone()
+    return slot.flat(grad.to_dense() if grad.is_sparse else grad).float().clone()
