@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,9 @@ class Lookahead(Optimizer):
 
     def __init__(self, inner: Optimizer):
         super().__init__(inner.param_groups, {})
+        self._begin(inner)
+
+    def _begin(self, inner: Optimizer) -> None:
         self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
         self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
 
@@ -317,10 +321,24 @@ class Lookahead(Optimizer):
                 each.data.copy_(slow.lerp_(each.detach(), 0.5))
 
 
-def look_ahead(kind: Any, spec: str | None, **options: Any) -> Run:
-    run = Run(lambda parameters: Lookahead(kind(parameters)), spec, **options).on()
+class BareLookahead(Lookahead):
+    """Leaves out what Optimizer does at the start, and has the hooks of steps alone, as timm's."""
+
+    def __init__(self, inner: Optimizer):
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.defaults, self.state = inner.defaults, defaultdict(dict)
+        self._begin(inner)
+
+
+def look_ahead(kind: Any, spec: str | None, by: type[Lookahead] = Lookahead, **options: Any) -> Run:
+    run = Run(lambda parameters: by(kind(parameters)), spec, **options).on()
     assert spec is None or run.handle.stats()["steps"] == 12, "the innermost one exchanges, once"
     return run
+
+
+def look_ahead_barely(kind: Any, spec: str | None, **options: Any) -> Run:
+    return look_ahead(kind, spec, BareLookahead, **options)
 
 
 def make_later(kind: Any, spec: str | None, **options: Any) -> Run:
@@ -382,4 +400,4 @@ def share_a_layer(kind: Any, spec: str | None, **options: Any) -> Run:
         return run.on(body=body)
 
 
-TRAININGS = (look_ahead, make_later, add_a_group, both_at_once, by_turns, one_more_often, share_a_layer)
+TRAININGS = (look_ahead, look_ahead_barely, make_later, add_a_group, both_at_once, by_turns, one_more_often, share_a_layer)

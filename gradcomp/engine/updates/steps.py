@@ -111,7 +111,8 @@ def _meet(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Become the optimizer's last hook before a step, and its first one after it: hooks of the user's act on equal weights."""
     every_before, every_after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     before, after = _uncompiled(_before), _uncompiled(_after)
-    if _give_up not in optimizer._optimizer_state_dict_pre_hooks.values():
+    own: dict[int, Any] | None = getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)  # a wrapper may have none
+    if own is not None and _give_up not in own.values():
         optimizer.register_state_dict_pre_hook(_give_up)
         optimizer.register_state_dict_post_hook(_show_in, prepend=True)
         optimizer.register_load_state_dict_post_hook(_note_loaded)
