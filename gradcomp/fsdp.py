@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce
 from gradcomp.engine.gathered_weights import TYPES, Division, GatheredWeights, bits_of
-from gradcomp.engine.meeting import Membership
+from gradcomp.engine.meeting import Membership, run
 from gradcomp.engine.modules import ModuleDoor, Modules, ModuleSlot, ModuleSlots, bytes_of_native
 from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import local
 from gradcomp.engine.updates.steps import give_up_failed, log_on_rank_0, warn_user
+from gradcomp.engine.updates.to_gradients import average_kept
 from gradcomp.handle import Handle
 from gradcomp.networks.sharded import (
     Mesh,
@@ -237,7 +238,8 @@ class _Handle(Handle):
         """Copy what stays from step to step: DTensors on the parameters' mesh. All ranks call it.
 
         Residuals of replicas, and the steps that their entries have waited, are saved as their means, so that any number of
-        shards and replicas can load them. A compressor's own state, such as a threshold, is not saved.
+        shards and replicas can load them. A checkpoint keeps one replica's optimizer state, so these become their means, in the
+        optimizers too. A compressor's own state, such as a threshold, is not saved.
 
         Returns:
             The state, for torch.distributed.checkpoint.save() or load().
@@ -254,6 +256,7 @@ class _Handle(Handle):
         parameters, state = session.slots.parameters, {"spec": session.spec, "steps": session.reducer.steps_done}
         if not session.reducer.on_updates:
             return state
+        run(average_kept(session.updates.optimizers, session.network))
         residuals = _means(session, "residual", session.resume.residual())
         ages = {name: each.round().byte() for name, each in _means(session, "age", session.resume.ages()).items()}
         parts = {"residual": residuals, "ages": ages}

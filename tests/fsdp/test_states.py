@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from fsdp_models import RANKS, by_hand, inputs, loss, mesh_of, net, wrapped
 from ranks import join, launch, once
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import distribute_tensor
 
 import gradcomp
@@ -156,6 +157,35 @@ def resumed() -> list[Tensor]:
 def test_a_momentum_in_a_loaded_residual_is_delivered_step_by_step() -> None:
     for kept, loaded in launch(resumed, RANKS):
         torch.testing.assert_close(loaded, kept, rtol=1e-5, atol=1e-5)
+
+
+def resumed_from(folder: str) -> dict[str, Tensor]:
+    """Train with a momentum that stays in the replicas' optimizers, save everything, and go on, with and without a load."""
+    join()
+    mesh, found = mesh_of("two by two"), dict[str, Tensor]()
+    for loads in (False, True):
+        model = wrapped("two by two", net(1 if loads else 0), mesh)
+        handle = gradcomp.fsdp.attach(model, "topk:ratio=1,wire=exact,momentum=0")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        for step in range(3, 6) if loads else range(6):
+            if step == 3:
+                models, optimizers = get_state_dict(model, optimizer)
+                state = {"model": models, "optimizer": optimizers, "gradcomp": handle.state_dict()}
+                (dcp.load if loads else dcp.save)(state, checkpoint_id=folder)
+                if loads:
+                    set_state_dict(model, optimizer, model_state_dict=models, optim_state_dict=optimizers)
+                    handle.load_state_dict(state["gradcomp"])
+            backward(model, step)
+            optimizer.step()
+        found["resumed" if loads else "straight"] = torch.cat([each.full_tensor().flatten() for each in model.parameters()])
+    return found
+
+
+def test_a_momentum_that_stays_in_the_optimizers_of_replicas_is_resumed() -> None:
+    """A checkpoint keeps the optimizer's state of one replica."""
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in launch(resumed_from, RANKS, folder):
+            torch.testing.assert_close(rank["resumed"], rank["straight"], rtol=1e-6, atol=1e-7)
 
 
 WORDS = {

@@ -70,27 +70,30 @@ def average_states(optimizers: Optimizers, network: Connection) -> Iterator[None
     The ranks can then exchange gradients: their optimizers go on alike.
     """
     optimizers.forget()
-    if network.world.size > 1:
-        # Ranks may have let go of an old optimizer at different times.
-        yield from _average([optimizers.alive(), optimizers.latest()], network)
+    if unlike := (yield from average_kept(optimizers, network)):
+        warn_user(_UNLIKE.format(names=", ".join(sorted(unlike))))
     optimizers.note_averaged()
 
 
-def _average(choices: Sequence[Sequence[torch.optim.Optimizer]], network: Connection) -> Iterator[None]:
-    """Average what the first choice of optimizers keeps that all ranks have."""
+@torch.no_grad()
+def average_kept(optimizers: Optimizers, network: Connection) -> Generator[None, None, set[str]]:
+    """Average what the optimizers keep, in lock-step with other ranks. Return the names of classes that still differ."""
+    if network.world.size == 1:
+        return set()
+    # Ranks may have let go of an old optimizer at different times.
+    choices: Sequence[Sequence[torch.optim.Optimizer]] = [optimizers.alive(), optimizers.latest()]
     forms = gather(network, torch.tensor([*map(_form, choices)], device=network.device), "optimizers' forms")
     yield
     alike = [len({*numbers}) == 1 for numbers in zip(*(each.tolist() for each in forms()), strict=True)]
     differ = not any(alike)
-    optimizers = choices[-1] if differ else choices[alike.index(True)]
+    chosen = choices[-1] if differ else choices[alike.index(True)]
     if not differ:
-        yield from _average_numbers(_numbers(optimizers), network)
-        kept = [each for optimizer in optimizers for each in kept_tensors(optimizer)]
+        yield from _average_numbers(_numbers(chosen), network)
+        kept = [each for optimizer in chosen for each in kept_tensors(optimizer)]
         if differ := (yield from _differ(kept, network)):  # the mean of equal ones may be rounded
             yield from _average_tensors([each for each in kept if each.is_floating_point()], network)
             differ = yield from _differ(kept, network)
-    if differ:
-        warn_user(_UNLIKE.format(names=", ".join(sorted({class_of(each).__name__ for each in optimizers}))))
+    return {class_of(each).__name__ for each in chosen} if differ else set()
 
 
 def _average_numbers(numbers: Sequence[tuple[dict[str, Any], str]], network: Connection) -> Iterator[None]:
