@@ -241,6 +241,7 @@ class LocalSteps:
         self._apply()
         self._call_roll(True, range(len(self._fragments)))
         self._end_roll_call()
+        self._outside.pause()
         if not any(self._roll_call.flags):
             return
         for part in range(len(self._fragments)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.engine.slots import check_optimizer
+from gradcomp.engine.updates.steps import exchanged
 from gradcomp.networks import Connection
 from gradcomp.networks.torch import TorchNetwork
 
@@ -26,6 +28,10 @@ _UNEQUAL = (
     "inside, model.module: every rank then sends its whole progress to all others"
 )
 _SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"
+_ATTACHED = (
+    "the model's updates are exchanged in every step already, since attach(): local steps would exchange progress on top. Call "
+    "handle.remove() first, or leave LocalSteps out"
+)
 _EXCHANGES = "the optimizer is a {name}, which exchanges gradients in every step; pass the optimizer inside it"
 
 
@@ -42,6 +48,10 @@ def find_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         raise TypeError(_SHARDED)
     if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
         raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))
+    if not site and exchanged().intersection(map(id, model.parameters())):
+        gc.collect()  # an exchange that nobody has any more
+        if exchanged().intersection(map(id, model.parameters())):
+            raise RuntimeError(_ATTACHED)
     return model, site
 
 

@@ -23,7 +23,7 @@ class OutsideSteps:
     """Counts them, by a hook on the optimizer, as long as this object lives."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self._is_inside, self._count = False, 0
+        self._is_inside, self._count, self._is_paused = False, 0, False
         hooks: dict[int, Any] | None = getattr(optimizer, "_optimizer_step_post_hooks", None)
         if hooks is not None:  # a wrapper of a trainer may have none
             for key in [key for key, each in hooks.items() if isinstance(each, _Hook)]:
@@ -33,15 +33,21 @@ class OutsideSteps:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Take a step of LocalSteps."""
-        self._is_inside, self._count = True, 0
+        self._is_inside, self._count, self._is_paused = True, 0, False
         try:
             yield
         finally:
             self._is_inside = False
 
+    def pause(self) -> None:
+        """Count none until the next step of LocalSteps: ranks are equal, and a program may go on without it."""
+        self._is_paused = True
+
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step."""
-        self._count += not self._is_inside
+        if self._is_inside or self._is_paused:
+            return
+        self._count += 1
         if self._count == MOST:
             warn_user(_OUTSIDE.format(name=type(optimizer).__name__))
 

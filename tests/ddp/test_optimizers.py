@@ -140,6 +140,29 @@ def test_two_optimizers_may_step_the_same_layers_in_turn() -> None:
     same(training, LEFT)
 
 
+def test_optimizers_that_share_layers_deliver_by_their_own_momenta() -> None:
+    """From the second time on: that they take turns shows when the first one steps again."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(lambda parameters: torch.optim.SGD(parameters, 0.02, momentum=0.9), spec)
+        both = [run.optimizer, torch.optim.SGD(run.model[0].parameters(), 0.02, momentum=0.5)]
+
+        def body(run: Run, step: int) -> None:
+            run.model.zero_grad()
+            (run.loss(step) * (step > 1)).backward()
+            for each in both:
+                each.step()
+
+        run.on(body=body)
+        optimizers = run.handle._session.updates.optimizers if spec else None
+        before = optimizers and [optimizers.known(each) for each in both]
+        body(run, 12)
+        assert before == (optimizers and [optimizers.known(each) for each in both]), "each is looked at once"
+        return run
+
+    same(training)
+
+
 # Refused.
 
 

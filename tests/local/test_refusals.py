@@ -68,6 +68,35 @@ def test_a_wrapped_model_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_a_model_whose_updates_are_exchanged_is_refused_until_that_ends() -> None:
+    model = nn.Linear(3, 2)
+    handle = gradcomp.ddp.attach(DistributedDataParallel(model), "topk")
+    with pytest.raises(RuntimeError, match=r"exchanged in every step already, .* handle\.remove\(\) first"):
+        made(model)
+    handle.remove()
+    made(model)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_steps_after_a_flush_are_no_fault() -> None:
+    """A program goes on under DDP, with the local steps still in a variable."""
+    model = nn.Linear(3, 2)
+    local = made(model, "dense")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            local.zero_grad()
+            model.weight.sum().backward()
+            local._optimizer.step() if 2 < step < 8 else local.step()
+            if step == 2:
+                local.flush()
+        assert not caught
+        for _ in range(3):
+            local._optimizer.step()
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_a_model_in_shards_is_refused() -> None:
     model = nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))

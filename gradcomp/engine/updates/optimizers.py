@@ -86,6 +86,9 @@ class Optimizers:
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
         # The momentum of each layer, of the optimizers that train the same layers.
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
+        # The layers of each that another one has trained since.
+        self._taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         self.averaged: weakref.WeakSet[torch.optim.Optimizer] | None = None
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
@@ -118,6 +121,9 @@ class Optimizers:
 
     def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
         """Find an optimizer that is about to step. Refuse it if a layer has a gradient that no rank exchanges."""
+        if optimizer in self._taken:
+            self._shared |= self._taken.pop(optimizer)
+            self.forget()
         found = self.find(optimizer, given)
         for name, parameter in () if found is None else found.never_exchanged:
             if parameter.requires_grad and parameter.grad is not None:
@@ -129,13 +135,18 @@ class Optimizers:
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"] if id(p) not in elsewhere}
         if self.names.keys().isdisjoint(group_of):
             return None
-        momentum = HiddenMomentum(optimizer, given, self.names, steps.exchanged())
+        own = {number for number, name in self.names.items() if name not in self._shared}
+        momentum = HiddenMomentum(optimizer, given, own, steps.exchanged() - (self.names.keys() - own))
         momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]
         number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
         first, *others = momenta
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
+        for name in momenta.keys() - self._shared:  # one whose step is under way calls this one
+            latest = self._latest.get(name, lambda: None)()
+            if latest not in (None, optimizer) and (other := self.known(latest)) is not None and not other.has_begun:
+                self._taken.setdefault(latest, set()).add(name)
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
         note_apart(self._slots.parameters[name] for name in momenta)
         found = Trained(number, frozenset(momenta), momentum)
