@@ -276,7 +276,7 @@ class Membership:
             )
         if missing and self._network.world.rank == self._leader:
             log.warning(
-                "gradcomp: %s of %d left; their residuals are lost. The other ranks continue after step %d",
+                "gradcomp: %s of %d left; what their residuals held, if any, is lost. The other ranks continue after step %d",
                 in_words(missing),
                 ranks,
                 self._facts[self._leader].steps,
