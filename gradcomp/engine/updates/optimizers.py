@@ -88,7 +88,7 @@ class Optimizers:
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
         self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
         # The layers of each that another one has trained since.
-        self._taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
+        self._taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
         self.averaged: weakref.WeakSet[torch.optim.Optimizer] | None = None
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
@@ -121,8 +121,8 @@ class Optimizers:
 
     def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
         """Find an optimizer that is about to step. Refuse it if a layer has a gradient that no rank exchanges."""
-        if optimizer in self._taken:
-            self._shared |= self._taken.pop(optimizer)
+        if self._taken and (taken := self._taken.pop(weakref.ref(optimizer), None)):
+            self._shared |= taken
             self.forget()
         found = self.find(optimizer, given)
         for name, parameter in () if found is None else found.never_exchanged:
@@ -146,7 +146,7 @@ class Optimizers:
         for name in momenta.keys() - self._shared:  # one whose step is under way calls this one
             latest = self._latest.get(name, lambda: None)()
             if latest not in (None, optimizer) and (other := self.known(latest)) is not None and not other.has_begun:
-                self._taken.setdefault(latest, set()).add(name)
+                self._taken.setdefault(weakref.ref(latest), set()).add(name)
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
         note_apart(self._slots.parameters[name] for name in momenta)
         found = Trained(number, frozenset(momenta), momentum)
