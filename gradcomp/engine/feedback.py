@@ -35,23 +35,23 @@ class Feedback(Wrapper):
 
     feedback: bool = knob(
         True,
-        "send unsent entries in later steps; default false for quantisers except sign",
+        "keep what is not sent for later steps; default false for quantizers except sign",
         default_of=lambda made: made.inner.traits.fed_back,
     )
     momentum: float | str = knob(
         AUTO,
-        "momentum that the residual stands for; auto: the optimizer's, which is hidden; a number: in its place; 0: none",
+        "auto: the residual applies the optimizer's momentum; a number: this one instead; 0: the optimizer keeps its own",
         least=0,
         below=1,
         word=AUTO,
     )
-    nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
-    clip: float = knob(0.0, "each rank's own gradient is cut to a norm of clip / sqrt(ranks); 0 = off", least=0)
+    nesterov: bool = knob(False, "Nesterov's form; only where momentum is a number")
+    clip: float = knob(0.0, "clip each rank's own gradient to a norm of clip / sqrt(ranks); 0 = off", least=0)
     clip_by: str = knob(
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
     )
     warmup: int = knob(0, "steps with gentler compression, in five stages; 0 = none", least=0)
-    decay: float = knob(1.0, "factor of the residual in each step; below 1, entries that wait fade", above=0, most=1)
+    decay: float = knob(1.0, "factor of the residual in each step; below 1, old entries fade", above=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -240,7 +240,7 @@ class States:
             if len(self.shares) > 1:
                 raise RuntimeError(
                     "load_state_dict() got the states of several ranks, but this rank's place is unknown: the network is not "
-                    "initialised, or not for this rank; initialise it first, or pass this rank's own state"
+                    "initialized, or not for this rank; initialize it first, or pass this rank's own state"
                 )
             (rank,) = self.shares
             return Taken(self.shares, 1.0, Place(rank, self.ranks))

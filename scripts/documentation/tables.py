@@ -80,7 +80,7 @@ def readme_steps() -> Rows:
 LONGEST: list[tuple[str, list[str], str]] = [
     ("CIFAR-10 subset, SGD, 30 epochs: accuracy", ["cifar-converged"], "{:.2f} %"),
     (
-        "Shakespeare, AdamW, 3,000 steps, each at its best of four rates: perplexity per byte",
+        "Shakespeare, AdamW, 3,000 steps, each at its best of four learning rates: perplexity per byte",
         [f"text-converged-{rate}" for rate in ("4e3", "8e3", "16e3", "32e3")],
         "{:.2f}",
     ),

@@ -30,6 +30,24 @@ def test_no_loop_is_worse_unsaid() -> None:
     assert "\n| base | " in page and "worse |" not in page
 
 
+def test_what_readme_says_before_its_table() -> None:
+    """How much faster `blocks` is by link, and what a GPT's step takes beside its exchange."""
+    readme = (ROOT / "README.md").read_text()
+    runs = {run["rate"]: {line["way"]: line["ms"]["median"] for line in run["lines"]} for run in record("train-readme")["runs"]}
+    assert [*runs] == ["100mbit", "1gbit", "10gbit"]
+    faster = [ms["stock"] / ms["blocks"] for ms in runs.values()]
+    intro = readme[: readme.index("\n## ")]
+    assert re.findall(r"([\d.]+) times as fast", intro) == [f"{each:.2g}" for each in faster[:2]] and 1 < faster[2] < 1.05
+    gpt = record("gpt-h200")
+    gpu = [next(line["step_ms"] for line in gpt["ways"] if line["way"] == way) for way in ("ddp", "bf16", "topk")]
+    (bullet,) = re.findall(r"\*\*GPU overhead:\*\*((?:.*\n)+?)- ", readme)
+    assert re.findall(r"\b\d\d\b", bullet) == [f"{each:.0f}" for each in gpu]
+    parameters = gpt["settings"]["parameters"]
+    exchange = 8 * parameters * 3 / 4 / 1.25e9
+    said = re.findall(r"([\d.]+) s for (\d+) million parameters .*?in ([\d.]+) s", intro, re.DOTALL)
+    assert said == [(f"{exchange:.2f}", f"{parameters / 1e6:.0f}", f"{gpu[0] / 1e3:.2f}")]
+
+
 def test_the_bytes_as_hosts_are_added() -> None:
     on = {spec: of[1024]["interface_bytes"] for spec, of in tables.by_hosts().items()}
     assert on["topk"] > on["stock"] > on["bf16"] > 3 * on["blocks"] and on["topk:route=split"] < on["topk"] / 100
