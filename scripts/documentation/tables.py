@@ -120,7 +120,9 @@ def fsdp2(door: str) -> Rows:
     runs = read(RESULTS / f"train-blocks-{door}.json")["runs"]
     rivals = [rival for rival in ("stock", "bf16", "alltoall") if rival in runs[0]["ways"]]
     over = f"over {', '.join(f'`{rival}`' for rival in rivals)}"
-    rows = [["way", "bytes an entry", *(cell for run in runs for cell in (f"ms, {cluster(run['hosts'], run['rate'])}", over))]]
+    rows = [
+        ["method", "bytes an entry", *(cell for run in runs for cell in (f"ms, {cluster(run['hosts'], run['rate'])}", over))]
+    ]
     for at, first in enumerate(runs[0]["lines"]):
         row = [f"`{first['way']}`", f"{gradient_bytes(runs[0], first['way']):.2f}"]
         for line in (run["lines"][at] for run in runs):
@@ -305,7 +307,7 @@ def local_trainings() -> list[Trained]:
 
 def local_steps() -> Rows:
     """Write a row for each way: its loss and perplexity, how much larger they are than DDP's, the law's figure, its bytes."""
-    rows = [["training", "replicas", "way", "loss", "over DDP's", "the law", "perplexity", "over DDP's"]]
+    rows = [["training", "replicas", "method", "loss", "over DDP's", "the law", "perplexity", "over DDP's"]]
     rows[0] += ["bytes, DDP's / sent", "rate; outer, momentum", "seeds"]
     before = ""
     for each in local_trainings():
@@ -358,8 +360,8 @@ def weights() -> Rows:
             "bytes of weights",
             "of a step",
             "squared error of a weight",
-            f"perplexity worse than {text['dense']['score']:.2f}",
-            f"accuracy worse than {tones['dense']['score']:.2f} %",
+            f"perplexity added to {text['dense']['score']:.2f}",
+            f"points lost of {tones['dense']['score']:.2f} %",
         ]
     ]
     for bits, error in WEIGHT_ERRORS.items():
@@ -376,7 +378,7 @@ def mixed() -> Rows:
     runs = [found[rate] for rate in LINKS_OF_PAGES]
     rivals = ("mixed", "mixed-alltoall")
     links = [cluster(4, run["rate"]).partition(", ")[2] for run in runs]
-    rows = [["way", "MB a step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
+    rows = [["method", "MB a step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
     for at, first in enumerate(runs[0]["lines"]):
         cells = [ratio(run["lines"][at]["over"].get(rival), "") for rival in rivals for run in runs]
         rows.append([f"`{first['way']}`", f"{first['interface_bytes_per_step'] / 1e6:.1f}", *cells])
