@@ -1,15 +1,15 @@
-"""Compress the gradients of distributed training. Horovod and torch stay as they are.
+"""Compress the gradients of distributed training. Horovod and torch stay unmodified.
 
 Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named_parameters()) in hvd.DistributedOptimizer(...)
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
-DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
+DDP:     handle = gradcomp.ddp.attach(model, "blocks"), after DistributedDataParallel(model)
 FSDP2:   handle = gradcomp.fsdp.attach(model, "blocks"), after fully_shard() or replicate()
-local:   gradcomp.local.LocalSteps(model, optimizer, "sign", every=32), for links that carry no gradient a step
+local:   gradcomp.local.LocalSteps(model, optimizer, "sign", every=32), for links too slow to exchange gradients in every step
 trainers: gradcomp.integrations.transformers.attach(trainer, "topk"), .accelerate.Handler, .lightning.GradcompStrategy
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward_time=0.03, backward_time=0.06)): step times
 look:    .stats(), .residual(); set_spec(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints
-end:     handle.remove() sends what waits, and gives the model back to DDP, FSDP2 or Horovod alone
+end:     handle.remove() sends what still waits, and gives the model back to DDP, FSDP2 or Horovod alone
 watch:   gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs")); replicas are checked, too
 specs:   "name:knob=value,knob=value", or gradcomp.TopK(ratio=0.01); list_compressors() and describe("topk") explain them
 trouble: gradcomp doctor shows the installation and its problems

@@ -18,7 +18,7 @@ COMMANDS = {
     "list": "list all compressors, with a line about each",
     "describe": "describe a compressor and its knobs, or a whole spec",
     "doctor": "show versions, build, GPU, Horovod and host name; exit with 1 if there are problems",
-    "predict": "predict step times on a cluster, for every way to exchange",
+    "predict": "predict step times on a cluster, with every compressor and without",
 }
 
 

@@ -1,4 +1,4 @@
-"""The door for DistributedDataParallel: attach() registers the exchange as the model's communication hook."""
+"""The integration of DistributedDataParallel: attach() registers the exchange as the model's communication hook."""
 
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
@@ -39,7 +39,7 @@ _UNKNOWN = (
 _COPIED = (
     "this DistributedDataParallel model was copied, or loaded from a file, after attach(): it exchanges gradients whole. To "
     "compress them, call gradcomp.ddp.attach() on it. With update specs, a copied optimizer has another state on each rank "
-    'and moves the weights apart: call change("dense") before the copy, or make a new one'
+    'and moves the weights apart: call set_spec("dense") before the copy, or make a new one'
 )
 
 _POSITIONAL = (
@@ -64,17 +64,17 @@ def attach(
     bucket_cap_mb: float | None = None,
     seed: int = 0,
 ) -> Handle:
-    """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
+    """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
     A spec that rounds finely, such as blocks, exchanges gradients in backward(). One that keeps a residual, such as topk,
-    leaves gradients alone: each rank's optimizer steps on its own, and the ranks exchange updates after step(). All ranks take
-    the first one's parameters and buffers.
+    leaves gradients alone: each rank's optimizer steps on that rank's, and the ranks exchange weight updates after step(). All
+    ranks start from the first one's parameters and buffers.
 
     Args:
         model: The result of DistributedDataParallel(...).
         spec: "name:knob=value", a compressor, or "auto".
-        optimizer: Accepted, and not needed: the steps of all optimizers of the model's parameters are seen.
-        scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
+        optimizer: Accepted, but not needed: gradcomp finds all optimizers of the model's parameters.
+        scaler: The GradScaler, if one scales the loss. Only stats()["grad_norm"] needs it.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes, or bucket_cap_mb. None: 25, but updates of
             weights travel in at most four buckets.
         seed: The seed of random draws, equal on all ranks.
@@ -124,7 +124,7 @@ def attach(
         if model.mixed_precision is not None:
             raise RuntimeError(_MIXED) from error
         raise RuntimeError(
-            "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
+            "the model has a communication hook already; keep the handle of the first attach() and call its set_spec(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
     own = [*model.module.named_parameters(), *model.module.named_buffers()]

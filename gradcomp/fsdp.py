@@ -1,4 +1,4 @@
-"""The door for FSDP2: attach() compresses the reduce-scatter over shards, the all-reduce over replicas, and the all-gather.
+"""The integration of FSDP2: attach() compresses its reduce-scatter over shards, all-reduce over replicas, and all-gather.
 
 fully_shard() and replicate() reduce the gradients of each module as soon as they are complete. Over shards, attach() replaces
 the reduce-scatter, and the all-gather of weights, by torch's own interfaces for that. Replicas are told to attach(), or are a
@@ -75,7 +75,7 @@ _NOTHING_TO_WATCH = (
 )
 _UNKNOWN_TO_TORCH = (
     "remove() would leave the replicas without an exchange: attach() got them as replicas=, and FSDP2 does not know them. Call "
-    'change("dense")'
+    'set_spec("dense")'
 )
 _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r}; pass the result of state_dict(), loaded"
 
@@ -88,27 +88,27 @@ def attach(
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     seed: int = 0,
 ) -> Handle:
-    """Compress what the ranks exchange of a model, from the next backward pass on. All ranks call it.
+    """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
-    Over shards, specs act that round every entry, such as blocks. Over replicas all do: one that keeps a residual, such as
-    topk, exchanges updates after the optimizer's step, and leaves the reduce-scatter over shards to torch. All replicas take
-    the first one's parameters and buffers.
+    Over shards, only specs that round every entry act, such as blocks. Over replicas all do: one that keeps a residual, such as
+    topk, exchanges updates after the optimizer's step, and leaves the reduce-scatter over shards to torch. All replicas
+    start from the first one's parameters and buffers.
 
     Args:
         model: The model, after fully_shard() or replicate(), and before training.
         spec: "name:knob=value", or a compressor.
         weights: "blocks:bits=8" rounds the weights that shards gather, for forward and backward passes alone: shards,
-            optimizer and checkpoint stay exact. Norms, biases and small parameters travel whole. None: torch's own gathers.
-        replicas: The ranks with the same shards as this one, where fully_shard() got the dimension of shards alone. A mesh of
-            both dimensions says so itself.
+            optimizer and checkpoint stay exact. Norms, biases and small parameters are not rounded. None: torch's own gathers.
+        replicas: The ranks with the same shards as this one, where fully_shard() got the dimension of shards alone. Not
+            needed for a mesh of both dimensions.
         seed: The seed of random draws, equal on all ranks.
 
     Returns:
         The handle of the exchange: stats(), residual(), set_spec(), remove(), state_dict() and load_state_dict().
 
     Raises:
-        TypeError: The model is none of FSDP2's.
-        RuntimeError: The model has been attached to already.
+        TypeError: FSDP2 has not sharded or replicated the model.
+        RuntimeError: attach() has been called on this model already.
         ValueError: The spec or the model does not fit the mesh, or the ranks do not agree.
 
     Example:

@@ -61,7 +61,7 @@ class _Removed:
 
 
 class Handle:
-    """One model's exchange on this rank. Each door gives its user one.
+    """The exchange of one model on this rank, as attach() returns it.
 
     Example:
         >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01")
@@ -119,7 +119,7 @@ class Handle:
         return self._session.resume.residual()
 
     def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec, as set_spec() does. All ranks call it, between two steps.
+        """Continue with another spec. All ranks call it, between two steps. set_spec() is the same.
 
         Residuals are carried over. Where a spec that exchanges gradients follows one that exchanges updates, the mean of all
         residuals moves the weights at once, and the optimizers' states become their means.
@@ -128,11 +128,11 @@ class Handle:
             spec: "name:knob=value", a compressor, or "auto".
 
         Raises:
-            ValueError: The spec is wrong, or it would lose the residual. The exchange goes on as before.
+            ValueError: The spec is wrong, or it would lose the residual. The exchange continues as before.
             RuntimeError: The call came in the middle of a step.
 
         Example:
-            >>> handle.change("topk:ratio=0.001")
+            >>> handle.set_spec("topk:ratio=0.001")
         """
         (compressor, auto), before = beginning_of(spec), self._session.turns
         self._choose(auto)
@@ -151,14 +151,14 @@ class Handle:
     set_spec = change
 
     def remove(self) -> None:
-        """Deliver what waits, and let torch or Horovod exchange gradients as without gradcomp. All ranks call it, as change().
+        """Send what still waits, and let torch or Horovod exchange gradients as without gradcomp. All ranks call it.
 
         The mean of all residuals moves the weights at once, and the optimizers' states become their means, so that nothing is
         lost. A second call does nothing. attach() may follow. DDP keeps a hook, which does what DDP does itself.
 
         Raises:
             RuntimeError: The call came in the middle of a step, or another rank has not called it within the timeout.
-            ValueError: Another rank called change() in its place. The exchange goes on as before.
+            ValueError: Another rank called set_spec() instead. The exchange continues as before.
 
         Example:
             >>> handle.remove()
@@ -187,7 +187,7 @@ class Handle:
         self._session.watch(Observer(writers, intervals, session, named))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy all that this rank's next step depends on.
+        """Copy everything that this rank's next step depends on.
 
         Returns:
             The state. States differ between ranks: save one for each rank.

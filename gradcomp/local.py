@@ -43,7 +43,7 @@ SENDS = 10
 
 _NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as sign"
 _SELDOM = (
-    "in {rounds} synchronizations {spec} sends an entry {sends:.2g} times on average, and much progress comes late or never: "
+    "in {rounds} synchronizations {spec} sends an entry {sends:.2g} times on average, and many changes come late or never: "
     "send a share of {share:.2g} or more, or sign"
 )
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
@@ -61,13 +61,13 @@ _MISSING = (
     "out, and what their residuals held. If these ranks are not gone, load the list of all ranks' states on every rank"
 )
 _FAILED = (
-    "the progress of some rank was not finite: all ranks return to the weights and buffers after the last synchronization, "
-    "and the steps since then are lost, but for what a residual keeps"
+    "the weights of some rank were not finite: all ranks return to the weights and buffers after the last synchronization, "
+    "and the steps since then are lost, except for what a residual keeps"
 )
 
 
 class LocalStats(TypedDict):
-    """Figures of a training by local steps on this rank.
+    """Figures of local steps on this rank.
 
     exchanges: what the ranks exchange, in words. steps: of the optimizer, also those that a GradScaler skipped.
     synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment, and between sites if there are
@@ -85,19 +85,19 @@ class LocalStats(TypedDict):
 
 
 class LocalSteps:
-    """An optimizer whose ranks exchange their progress every so many steps, and nothing in between.
+    """An optimizer whose ranks exchange their weight changes every so many steps, and nothing in between.
 
-    All ranks begin with rank 0's weights and buffers. Floating-point buffers that change, as BatchNorm's, become their means.
+    All ranks begin with rank 0's weights and buffers. Floating-point buffers that change, such as BatchNorm's, are averaged.
 
     Args:
-        model: The model, without DistributedDataParallel; or in one over the process group of this rank's site, which exchanges
-            gradients within the site: local steps are between sites then. All sites have equally many ranks.
-        optimizer: The optimizer of its steps. A scheduler goes on to act on this one.
+        model: The model, without DistributedDataParallel; or with one over the ranks of this rank's site: gradients are then
+            exchanged within a site, and weight changes between sites. All sites have the same number of ranks.
+        optimizer: The optimizer that takes the steps. Schedulers keep acting on it.
         spec: "name:knob=value", or a compressor.
         every: The steps from one synchronization to the next, or sync_every; 30 by default.
-        outer_lr: The rate of the outer step; None: 0.9.
+        outer_lr: The learning rate of the outer step; None: 0.9.
         outer_momentum: Its Nesterov momentum; None: 0.7.
-        rounds: The synchronizations of the training, if known: a sparse spec that sends too little in these is warned of.
+        rounds: The planned synchronizations, if known: gradcomp warns of a sparse spec that sends too little in these.
         fragments: The parts of the model, or num_fragments, that are exchanged in turn, each while the next every / fragments
             steps run; 1 by default.
         seed: The seed of random draws, equal on all ranks.
@@ -180,7 +180,7 @@ class LocalSteps:
         for fragment in self._fragments:
             fragment.begin_at_weights(rate, momentum)
         self._outside = OutsideSteps(optimizer)
-        log_on_rank_0(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
+        log_on_rank_0(f"gradcomp: {compressor} exchanges weight changes after every {every} local steps", self._network)
 
     # A GradScaler calls step() in every step then, and tells it by found_inf and grad_scale.
     _step_supports_amp_scaling = True
@@ -192,7 +192,7 @@ class LocalSteps:
         return groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the optimizer. After every so many, synchronize."""
+        """Take a step of the optimizer, and synchronize if it is due."""
         with self._outside.inside():
             loss = None if self._is_skipped() else self._optimizer.step() if closure is None else self._optimizer.step(closure)
         counts = self._counts
@@ -232,7 +232,7 @@ class LocalSteps:
         self._optimizer.zero_grad(set_to_none)
 
     def flush(self) -> None:
-        """Synchronize now, if any rank has moved since the last time: all ranks have equal weights then. All ranks call it.
+        """Synchronize now if any rank has moved since the last time, so that all have equal weights. All ranks call it.
 
         Raises:
             RuntimeError: Another rank synchronizes after a step in the meantime. It raises there, too.
@@ -249,7 +249,7 @@ class LocalSteps:
             self._apply()
 
     def stats(self) -> LocalStats:
-        """Return figures of the training on this rank.
+        """Return figures of the steps on this rank.
 
         Example:
             >>> local.stats()["bytes_sent_total"]

@@ -31,8 +31,8 @@ from gradcomp.telemetry.observer import Intervals, Observer, Writer
 class Simulation:
     """The exchanges of simulated ranks, for one model.
 
-    What step() is given is exchanged as it is, with error feedback: gradients, or, as in a training by topk, the updates that
-    each rank's own optimizer has made.
+    step() exchanges what it is given, with error feedback: gradients; or the updates that each rank's optimizer has made, as
+    topk does on a cluster.
 
     Args:
         spec: "name:knob=value", or a compressor.
@@ -151,7 +151,7 @@ class Simulation:
         With another number of ranks the mean of the residuals stays the same. New ranks begin with an empty residual.
 
         Args:
-            state: The result of state_dict(), or the list of the results of all ranks of a training.
+            state: The result of state_dict(), or the list of the results of all ranks of a real run.
 
         Raises:
             ValueError: The state does not fit, or is damaged. Nothing of it is loaded.

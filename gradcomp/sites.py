@@ -25,7 +25,7 @@ _WRAPPED = (
 )
 _UNEQUAL = (
     "the process groups of the DistributedDataParallel models have {counts} ranks: make all the same size. Or pass the model "
-    "inside, model.module: every rank then sends its whole progress to all others"
+    "inside, model.module: every rank then sends all its weight changes to all others"
 )
 _SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"
 _ATTACHED = (

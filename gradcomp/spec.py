@@ -42,10 +42,10 @@ LOSSES = ("none", "low", "high")
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, in steps of the training.
+    """Auto: chooses, in the first steps, the fastest compressor that loses no more than allowed.
 
-    Candidates take some steps each, from the one that sends the fewest bytes to the stock exchange, and the ranks agree on the
-    fastest. One that loses more must be 1 % faster. They compete again when step times or the link change.
+    Candidates take some steps each, from the one that sends the fewest bytes to uncompressed exchange, and the ranks agree on
+    the fastest. One that loses more must be 1 % faster. They compete again when step times or the link change.
     """
 
     loss: str = knob(
@@ -88,7 +88,7 @@ def kind_of(name: str) -> type[Compressor]:
         raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
     if name == AUTO:
         raise ValueError(
-            "auto is not a compressor: it chooses one while real ranks train; pass it alone, as the spec of a training"
+            "auto is not a compressor: it chooses one while real ranks train; pass it alone, as the spec of a real run"
         )
     if name not in names():
         raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join([*names(), AUTO])}")

@@ -1,4 +1,4 @@
-"""BinGrad: one bit an entry, with the two levels that have the smallest error.
+"""BinGrad: one bit per entry, with the two levels that have the smallest error.
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 form=pb, partially biased: the levels are -b and b, with random rounding between them.
@@ -20,7 +20,7 @@ from gradcomp.messages.rounding import RoundingRule
 
 @dataclass(frozen=True)
 class BinGrad(Quantiser):
-    """Sends one bit an entry, and the levels of each group."""
+    """Sends one bit per entry, and the levels of each group."""
 
     form: str = knob("b", "b: levels are two means, nothing random; pb: levels -b and b, random rounding", choices=("b", "pb"))
     threshold: str = knob("mean", "threshold of form=b: the mean, or lloyd for the smallest error", choices=("mean", "lloyd"))

@@ -1,4 +1,4 @@
-"""Dense: every entry travels, in one allreduce a bucket. The baseline of all other compressors."""
+"""Dense: every entry is sent, in one allreduce per bucket. The baseline of all other compressors."""
 
 from __future__ import annotations
 

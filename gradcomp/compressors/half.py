@@ -1,4 +1,4 @@
-"""Half precision: every entry travels in 16 bits. DDP's and Horovod's own hooks do so, too; here sums have 32 bits.
+"""Half precision: every entry is sent in 16 bits. DDP's and Horovod's own hooks do so, too; here sums have 32 bits.
 
 The ranks round their entries, one rank adds each part up in float32, and the sums are rounded once. A ring that adds in 16 bits
 rounds at every rank.

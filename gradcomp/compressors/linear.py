@@ -1,4 +1,4 @@
-"""Linear quantisation, a baseline: levels spread evenly between the ends of a group, by value or by rank.
+"""Linear quantization, a baseline: levels spread evenly between the ends of a group, by value or by rank.
 
 The ORQ paper compares with "Linear", but does not tell which of the two it means.
 """

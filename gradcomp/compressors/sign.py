@@ -1,4 +1,4 @@
-"""Scaled signs: one bit an entry for its sign; a group's magnitude is the mean magnitude of its entries.
+"""Scaled signs: one bit per entry for its sign; a group's magnitude is the mean magnitude of its entries.
 
 J. Bernstein, Y. Wang, K. Azizzadenesheli, A. Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems" (ICML
 2018). The scale and the error feedback follow S. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi (ICML 2019).

@@ -115,7 +115,7 @@ class Traits:
     Attributes:
         whole_model: It needs all layers in one bucket, so that its exchange does not overlap with backward.
         exact: Its updates are means, but for a rounding far below their noise: error feedback and a local momentum have no use.
-        stock: Its exchange is the framework's own, of gradients as they are: a door may leave it to the framework.
+        stock: Its exchange is that of torch or Horovod, of gradients as they are, and may be left to them.
         coarse: Its rounding leaves so large an error that an optimizer trains worse with gradients so rounded than where its
             updates are: Adam's second moment then holds the error.
         fed_back: By default it has error feedback.

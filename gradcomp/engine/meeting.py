@@ -88,7 +88,7 @@ def check_terms(terms: Mapping[str, str], records: Sequence[Tensor], numbers: Se
         if not text.startswith(MAGIC):
             raise ValueError(
                 f"rank {numbers[rank]} sent other bytes than its terms to the meeting of all ranks: begin the exchange, and "
-                "call change() and load_state_dict(), on all ranks at the same step, with the same version of gradcomp"
+                "call set_spec() and load_state_dict(), on all ranks at the same step, with the same version of gradcomp"
             )
     differences = []
     for i, term in enumerate(terms):

@@ -281,7 +281,7 @@ class States:
         if theirs != spec:
             raise ValueError(
                 f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}, "
-                f"and then change({spec!r})"
+                f"and then set_spec({spec!r})"
             )
         ranks = saved.read_int(state, "ranks", 1)
         if self.ranks not in (0, ranks):

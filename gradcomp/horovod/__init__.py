@@ -1,8 +1,7 @@
-"""The doors for unmodified Horovod.
+"""The integration of unmodified Horovod.
 
-`Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`. Horovod gives it every gradient,
-and reduces one number in place of each: the carrier. `DistributedOptimizer` makes the stock optimizer and takes the gradients
-itself, so that no carriers travel.
+`Compression` goes into `hvd.DistributedOptimizer(compression=...)`. Horovod gives it every gradient, and reduces one number,
+the carrier, in place of each. `DistributedOptimizer` makes Horovod's optimizer, and takes gradients without carriers.
 """
 
 from __future__ import annotations

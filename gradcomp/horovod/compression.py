@@ -1,4 +1,4 @@
-"""Compression, the compression= of a stock hvd.DistributedOptimizer, and the way without its carriers."""
+"""Compression, the compression= of an hvd.DistributedOptimizer, and the exchange without its carriers."""
 
 from __future__ import annotations
 
@@ -78,24 +78,24 @@ def scale_of_carrier(result: float, size: int) -> float:
 
 
 class Compression(Handle):
-    """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
+    """The compression= of an hvd.DistributedOptimizer. Each optimizer needs its own object.
 
     Only Horovod calls compress() and decompress().
 
-    A spec that keeps a residual, such as topk, leaves gradients alone: each rank's optimizer steps on its own, and the ranks
-    exchange updates after the step.
+    A spec that keeps a residual, such as topk, leaves gradients alone: each rank's optimizer steps on that rank's, and the
+    ranks exchange weight updates after the step.
 
     Args:
         spec: "name:knob=value", a compressor, or "auto".
         named_parameters: Those of the optimizer, usually model.named_parameters().
         process_set: The optimizer's process set; all ranks by default.
-        optimizer: Accepted, and not needed: the steps of the optimizer of the parameters are seen.
-        scaler: The GradScaler, if one scales the loss; for stats()["grad_norm"] alone.
+        optimizer: Accepted, but not needed: gradcomp finds the optimizer of the parameters.
+        scaler: The GradScaler, if one scales the loss. Only stats()["grad_norm"] needs it.
         bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
-        TypeError: named_parameters are no pairs of names and parameters, or process_set is none.
+        TypeError: named_parameters are no pairs of names and parameters, or process_set is no hvd.ProcessSet.
         ValueError: The spec or an option is wrong.
 
     Example:

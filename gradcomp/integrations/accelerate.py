@@ -1,4 +1,4 @@
-"""The door into Accelerate: attach() puts a Handler in place of DistributedDataParallelKwargs, for all models prepared then."""
+"""The integration of Accelerate: attach() puts a Handler in place of DistributedDataParallelKwargs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradcomp.integrations import common
 __all__ = ["Handler", "attach"]
 
 _OTHER_WAY = (
-    "gradcomp compresses what DistributedDataParallel exchanges, but this training runs as {way}, which exchanges gradients "
+    "gradcomp compresses what DistributedDataParallel exchanges, but this program runs as {way}, which exchanges gradients "
     "by itself; with FSDP2, call gradcomp.fsdp.attach() after prepare(), or in on_train_begin() of a Trainer's callback; else: "
     "accelerate launch --multi_gpu, or torchrun"
 )
@@ -40,7 +40,7 @@ _UNWRAPPED = (
 class Handler(DistributedDataParallelKwargs):
     """Accelerate's handler of DistributedDataParallel, with a compressed exchange. All ranks set it, before prepare().
 
-    kwargs_handlers= of Accelerator() takes Accelerate's own classes alone.
+    kwargs_handlers= of Accelerator() accepts only Accelerate's own classes.
 
     Example:
         >>> accelerator = Accelerator()
@@ -58,7 +58,7 @@ class Handler(DistributedDataParallelKwargs):
             **ddp_options: Arguments of DistributedDataParallelKwargs, such as find_unused_parameters=True.
 
         Raises:
-            ValueError: Accelerate trains by FSDP, DeepSpeed or another way without DistributedDataParallel.
+            ValueError: Accelerate uses FSDP, DeepSpeed or something else without DistributedDataParallel.
         """
         super().__init__(**ddp_options)
         common.check_version("accelerate", accelerate.__version__)
@@ -73,7 +73,7 @@ class Handler(DistributedDataParallelKwargs):
 
     @property
     def handles(self) -> list[Handle]:
-        """The handles of all models, in the order of their prepare(). All ranks ask alike, once the optimizers are prepared."""
+        """The handles of all models, in the order of their prepare(). All ranks must ask, after the optimizers are prepared."""
         for model in self._models[len(self._handles) :]:
             known: Any = {"bucket_mb": self._bucket_mb, "seed": self._seed, "scaler": self._accelerator.scaler}
             self._handles.append(ddp.attach(model, self._spec, **known))

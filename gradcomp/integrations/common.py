@@ -1,4 +1,4 @@
-"""What the trainers' doors share: tested versions, figures for logs, and states beside checkpoints."""
+"""What the integrations of trainers share: tested versions, figures for logs, and states beside checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door into Lightning: a strategy for its Trainer, in place of "ddp"."""
+"""The integration of Lightning: a strategy for its Trainer, in place of "ddp"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TWO_HOOKS = "GradcompStrategy() got {name}=, but a model has one communication 
 
 
 class GradcompStrategy(DDPStrategy):
-    """Lightning's DDPStrategy with a compressed exchange. handle: the exchange's, once fit() has called setup().
+    """Lightning's DDPStrategy with a compressed exchange. Its handle is there once fit() has called setup().
 
     Checkpoints get a file for each rank beside them, and the logs a few figures.
 

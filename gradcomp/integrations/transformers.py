@@ -1,4 +1,4 @@
-"""The door into Hugging Face's Trainer: attach(trainer, spec), before trainer.train()."""
+"""The integration of Hugging Face's Trainer: attach(trainer, spec), before trainer.train()."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["attach"]
 
 _DATA_PARALLEL = (
     "this Trainer trains on {count} devices in one process, by torch's DataParallel, which exchanges no gradients between "
-    "processes; start one process a device: torchrun --nproc-per-node {count} ..."
+    "processes; start one process per device: torchrun --nproc-per-node {count} ..."
 )
 _SHARDED = (
     "this Trainer's model was loaded in shards, over several processes, and exchanges gradients by itself; load it without "
@@ -43,7 +43,7 @@ def attach(
     Checkpoints get a file for each rank, and the logs a few figures.
 
     Args:
-        trainer: The Trainer, or one of a class of its own.
+        trainer: The Trainer, also of a subclass.
         spec: "name:knob=value", a compressor, or "auto".
         bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         seed: The seed of random draws, equal on all ranks.
@@ -52,7 +52,7 @@ def attach(
         The handle of the exchange, which can be used once trainer.train() has begun: in callbacks, and after it.
 
     Raises:
-        ValueError: The Trainer trains by FSDP, DeepSpeed or another way without DistributedDataParallel.
+        ValueError: The Trainer uses FSDP, DeepSpeed or something else without DistributedDataParallel.
 
     Example:
         >>> handle = gradcomp.integrations.transformers.attach(trainer, "topk")

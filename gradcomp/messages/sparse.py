@@ -308,7 +308,7 @@ CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT, "coarse": COARSE
 def wire_knob() -> Any:
     """Declare the knob that names a codec."""
     return knob(
-        "compact", "compact: some 15 bits an entry, rounding errors stay in the residual; exact: 64; coarse: 11", choices=CODECS
+        "compact", "compact: about 15 bits each, rounding errors stay in the residual; exact: 64; coarse: 11", choices=CODECS
     )
 
 

@@ -45,7 +45,7 @@ _NO_REPLICAS = (
 )
 _HOOK = "the module {name!r} has an all-reduce hook of its own: with replicas leave out set_all_reduce_hook()"
 _NO_PARAMETER = "attach() got a model without trained parameters; set requires_grad before attach()"
-_TWICE = "the model has been given to attach() already; keep the first handle, and call its change(spec)"
+_TWICE = "the model has been given to attach() already; keep the first handle, and call its set_spec(spec)"
 _CUSTOM = (
     "the module {name!r} has a reduce-scatter of its own, {kind}; leave out set_custom_reduce_scatter(), "
     "set_allocate_memory_from_process_group_for_comm() and set_symm_mem_for_comm(): torch allows one reduce-scatter"

@@ -23,8 +23,8 @@ examples:
   gradcomp predict --fsdp --model shapes.json --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms \\
       --specs 'blocks weights=bf16' 'blocks weights=blocks:bits=8'
 
---specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
-begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
+--specs also takes baselines: none, stock (plain DDP), bf16, fp16, accumulate:steps=N. The first four are always predicted. A
+semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
 
 --fsdp always predicts none, stock, 'stock weights=bf16' and 'bf16 weights=bf16', which also reduces gradients in bfloat16.
 Specs that do not act over shards are left out.

@@ -29,7 +29,7 @@ LEARNS = "it sends other messages once it has learned, which a few steps do not 
 # More ranks than any cluster has: each takes some memory here.
 MOST_RANKS = 65_536
 
-# A way is advised if it is this much faster than stock DDP or bf16.
+# A spec is advised if it is this much faster than plain DDP or bf16.
 WORTH = 1.03
 
 # Called with the work under way, and the share that is done.
@@ -85,7 +85,7 @@ class Prediction:
 
     @property
     def advice(self) -> str:
-        """Say in a sentence what to use. A step without communication, and one that trains differently, are no candidates."""
+        """Say in a sentence what to use. Steps without communication, and those that train differently, are no candidates."""
         advices = shards.MIXED if self.fsdp else {name: f"use {name}" for name in measure.HALVES}
         stock, halves = self[measure.STOCK], [self[name] for name in advices]
         half = next(each for each in halves if each.seconds <= WORTH * min(line.seconds for line in halves))
@@ -95,14 +95,15 @@ class Prediction:
         simple, how = (half, advices[half.spec]) if takes_half else (stock, "stay dense")
         own = [each for each in self.lines if not measure.is_baseline(each.spec) and each.spec not in advices]
         if not own:
-            return f"{how}: {'' if takes_half else f'{half.spec} is '}{halved:.2f} x as fast as stock. No spec was predicted."
+            which = "" if takes_half else f"{half.spec} is "
+            return f"{how}: {which}{halved:.2f} x as fast as uncompressed. No spec was predicted."
         best = min(own, key=lambda line: line.seconds)
         gain = simple.seconds / best.seconds
         if gain <= WORTH:
             return f"{how}: the fastest spec, {best.spec}, would be {gain:.2f} x as fast."
         return (
-            f"{best.spec}: {stock.seconds / best.seconds:.2f} x as fast as stock, {half.seconds / best.seconds:.2f} x as "
-            f"{half.spec}, and {best.seconds / self[measure.NONE].seconds:.2f} x the time of no communication."
+            f"{best.spec}: {stock.seconds / best.seconds:.2f} x as fast as uncompressed, {half.seconds / best.seconds:.2f} x "
+            f"as {half.spec}, and {best.seconds / self[measure.NONE].seconds:.2f} x the time of no communication."
         )
 
     def json(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Prediction:
     def __str__(self) -> str:
         width = max(len(line.spec) for line in self.lines)
         row = "{:{}}  {:>9}  {:>6}  {:>14}  {:>10}  {:>10}  {:>13}  {:>11}".format
-        heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
+        heads = ("ms per step", "x none", "speedup", "kernels ms", "waiting ms", "bytes", "compression")
         rows, dense = [row("", width, *heads)], self[measure.STOCK].bytes if self.fsdp else 4 * self.parameters
         for line in sorted(self.lines, key=lambda line: line.seconds):
             total, encoding, waiting = (f"{1e3 * each:.1f}" for each in (line.seconds, line.encoding, line.waiting))
@@ -144,7 +145,7 @@ def predict(
     device: str | torch.device | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
-    """Predict step times: of none, stock DDP, bf16, fp16, accumulation, and every compressor; or those of FSDP2.
+    """Predict step times without an exchange, by plain DDP, bf16, fp16, accumulation and every compressor; or by FSDP2.
 
     Args:
         model: The model, or {name: shape}.
@@ -156,15 +157,15 @@ def predict(
         backward_time: Seconds of a backward pass.
         optimizer_time: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
-            learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" has the weights travel in
-            bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; what acts over no shards is left out.
+            learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" sends the weights in
+            bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; specs without effect there are left out.
         fsdp: Predict FSDP2 over shards on all ranks. Each part of a list of modules, such as blocks.0, is sharded by itself.
         bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
         tell: Called with the work under way, and the share that is done.
 
     Returns:
-        The step times, which print as a table with an advice.
+        The step times, which print as a table with a recommendation.
 
     Raises:
         ValueError: An argument is wrong, or two contradict each other.

@@ -1,4 +1,4 @@
-"""Telemetry: figures of a training's steps for JSON lines, TensorBoard or a function, and a check that all replicas are equal.
+"""Telemetry: figures of the steps for JSON lines, TensorBoard or a function, and a check that all replicas are equal.
 
 gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs"))
 """
@@ -17,9 +17,9 @@ __all__ = ["JsonLines", "TensorBoard", "numbers", "watch"]
 
 
 def watch(exchange: Any, *writers: Writer, every: int = 50, check: int = 1000) -> None:
-    """Watch a training from its next step on. All ranks call this alike, between two steps; writers may differ.
+    """Record figures from the next step on. All ranks call this alike, between two steps; writers may differ.
 
-    A second call takes the place of the first.
+    A second call replaces the first.
 
     Args:
         exchange: The object whose stats() has the figures of the exchange, or a distributed optimizer with compression.
@@ -29,7 +29,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, check: int = 1000) -
 
     Raises:
         TypeError: exchange or a writer is of a wrong type.
-        ValueError: An interval is no whole number of steps, or ranks watch unlike each other.
+        ValueError: An interval is no whole number of steps, or the ranks' intervals differ.
     """
     for name, value in {"every": every, "check": check}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name == "every"):
@@ -51,7 +51,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, check: int = 1000) -
 
 
 class JsonLines:
-    """A writer of one file a rank, FOLDER/rank-0.jsonl, with a record in each line. A file that is there is continued."""
+    """A writer of one file per rank, FOLDER/rank-0.jsonl, with a record in each line. A file that is there is continued."""
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
@@ -66,7 +66,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A writer of one run a rank, FOLDER/rank-0, for TensorBoard, of the package tensorboard."""
+    """A writer of one run per rank, FOLDER/rank-0, for TensorBoard, of the package tensorboard."""
 
     def __init__(self, folder: str | Path):
         try:

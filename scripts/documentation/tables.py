@@ -108,7 +108,7 @@ def steps(task: str, door: str) -> Rows:
     """Write the milliseconds of a step: a row for each way, a column for each cluster."""
     every = {place: record["lines"] for place, record in launched(task, door).items()}
     places = [(hosts, rate) for hosts in HOSTS for rate in LINKS if (hosts, rate) in every]
-    rows = [["ms a step", *(cluster(*place) for place in places)]]
+    rows = [["ms per step", *(cluster(*place) for place in places)]]
     for way in dict.fromkeys(line["way"] for place in places for line in every[place]):
         ms = [next((line["ms"]["median"] for line in every[place] if line["way"] == way), None) for place in places]
         rows.append([f"`{way}`", *(figure(each, "{:,.0f}", "") for each in ms)])
@@ -120,9 +120,7 @@ def fsdp2(door: str) -> Rows:
     runs = read(RESULTS / f"train-blocks-{door}.json")["runs"]
     rivals = [rival for rival in ("stock", "bf16", "alltoall") if rival in runs[0]["ways"]]
     over = f"over {', '.join(f'`{rival}`' for rival in rivals)}"
-    rows = [
-        ["method", "bytes an entry", *(cell for run in runs for cell in (f"ms, {cluster(run['hosts'], run['rate'])}", over))]
-    ]
+    rows = [["spec", "bytes / entry", *(cell for run in runs for cell in (f"ms, {cluster(run['hosts'], run['rate'])}", over))]]
     for at, first in enumerate(runs[0]["lines"]):
         row = [f"`{first['way']}`", f"{gradient_bytes(runs[0], first['way']):.2f}"]
         for line in (run["lines"][at] for run in runs):
@@ -378,7 +376,7 @@ def mixed() -> Rows:
     runs = [found[rate] for rate in LINKS_OF_PAGES]
     rivals = ("mixed", "mixed-alltoall")
     links = [cluster(4, run["rate"]).partition(", ")[2] for run in runs]
-    rows = [["method", "MB a step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
+    rows = [["method", "MB per step", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
     for at, first in enumerate(runs[0]["lines"]):
         cells = [ratio(run["lines"][at]["over"].get(rival), "") for rival in rivals for run in runs]
         rows.append([f"`{first['way']}`", f"{first['interface_bytes_per_step'] / 1e6:.1f}", *cells])

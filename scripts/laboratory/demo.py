@@ -1,4 +1,4 @@
-"""The demo after its set-up: trains on two ranks by four ways, over a shaped link where that is possible, and compares them."""
+"""Trains a digit classifier on two ranks with four settings, over links of a set rate where possible, and compares them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ AVERAGED = 10
 DENSE, HALF = "stock", {HOROVOD: "fp16", DDP: "bf16"}
 NAMES = {HOROVOD: "Horovod", DDP: "DDP"}
 Result = dict[str, Any]
-HEADINGS = ("", "step time", "of dense", "bytes sent per step", "compression", "test accuracy", "training loss")
+HEADINGS = ("", "step time", "relative", "bytes sent per step", "compression", "test accuracy", "training loss")
 
 EXPLANATION = f"""bytes sent per step: what one rank hands to the network
-test accuracy: on pictures that no rank trained on
+test accuracy: on images that no rank trained on
 training loss: mean of the last {AVERAGED} steps over both ranks"""
 
 
@@ -185,7 +185,7 @@ def plot(results: Sequence[Result], rate: str, options: argparse.Namespace) -> N
         axes.legend()
     path = options.out / "loss.png"
     figure.savefig(path, dpi=100)
-    print(f"drawn: {path}")
+    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import gradcomp
 
 pytestmark = pytest.mark.slow
 
-PARTED = "RuntimeError: the ranks have parted: "
+PARTED = "RuntimeError: the ranks are out of step: "
 REFUSED = "RuntimeError: gradcomp refuses further steps on this rank, since a step failed in its middle ("
 
 

@@ -124,7 +124,7 @@ def test_scores_of_codes() -> None:
 def test_errors_of_rounding() -> None:
     rounded_texts = {line["way"]: line for line in record("rounding-texts")["lines"]}
     found = 0
-    for page, _, rows in tables("| | bits an entry | error at step 10 | 50 | 150 | for Adam, at step 150 |"):
+    for page, _, rows in tables("| | bits per entry | error at step 10 | 50 | 150 | for Adam, at step 150 |"):
         for label, bits, *cells in rows:
             line = rounded_texts[label.removesuffix(", bf16").strip("`")]
             wanted = [f"{each:.1e}" for each in (*line["errors"], line["for_adam"][-1])]

@@ -146,7 +146,9 @@ def test_a_rank_that_dies_ends_the_step_of_the_others(door: str) -> None:
 def test_a_rank_that_leaves_out_a_step_is_named_on_all(door: str) -> None:
     """Also where Horovod itself would wait for ever for the gradients of the next pass."""
     for rank in found("leaves_out", door):
-        assert "the ranks have parted: rank 0 is in step 4 and rank 1 is in a backward pass after 3 exchanges" in rank["said"]
+        assert (
+            "the ranks are out of step: rank 0 is in step 4 and rank 1 is in a backward pass after 3 exchanges" in rank["said"]
+        )
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.01", "blocks"])

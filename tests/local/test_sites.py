@@ -88,7 +88,7 @@ def on_ranks() -> dict[str, Any]:
         found[f"{spec} resumed"] = went_on, train(model, local, range(EVERY))
     before = train(model, local, range(2))[1]  # the end of a round
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the progress of some rank was not finite")
+        warnings.filterwarnings("ignore", "the weights of some rank were not finite")
         after = train(model, local, range(EVERY), float("inf") if rank == 3 else 1.0)
     found["back"] = before, after[-1]
     model = DistributedDataParallel(Spare(), process_group=site, find_unused_parameters=True)

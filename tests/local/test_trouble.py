@@ -139,7 +139,7 @@ def test_a_round_that_is_not_finite_is_lost_on_all_ranks(spec: str, ends: float)
     for rank in launched():
         weight, _ = rank[f"nan {spec}"]
         assert weight == pytest.approx(ends)
-    assert any("progress of some rank was not finite" in text for text in launched()[0][f"nan {spec}"][1])
+    assert any("weights of some rank were not finite" in text for text in launched()[0][f"nan {spec}"][1])
 
 
 def test_steps_that_a_scaler_skips_are_counted() -> None:

@@ -24,9 +24,9 @@ BACKWARD, STEP = 1.0, 2.0
 _FORM = (Field("bytes", torch.float32, 4),)
 
 _PARTED = (
-    "the ranks have parted: {places}. Every rank must call backward() and step the same optimizers in the same order; a rank "
-    "that leaves out a step, by a guard of its own gradient's norm for example, stops the others. Let all ranks decide alike, "
-    'by a mean over the ranks, or take the spec "blocks", which exchanges gradients in backward()'
+    "the ranks are out of step: {places}. Every rank must call backward() and step the same optimizers in the same order: one "
+    "that skips a step, by a guard of its own gradient's norm for example, stops the others. Let all ranks decide alike, by a "
+    'mean over the ranks, or take the spec "blocks", which exchanges gradients in backward()'
 )
 
 

@@ -133,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Time the steps of every spec, and write the table."""
     found, progress = {}, Progress()
-    rows = [["", "before, ms a step", "after", "ratio", "95 % on each side"]]
+    rows = [["", "before, ms per step", "after", "ratio", "95 % on each side"]]
     for spec in chosen.specs:
         found[spec] = own = compare(chosen, spec, progress)
         times = [f"{own['before_ms']:.2f}", f"{own['after_ms']:.2f}"]

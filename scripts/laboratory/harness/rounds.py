@@ -71,7 +71,7 @@ def table(run: Mapping[str, Any]) -> str:
     """Write the table of a summary."""
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
-    heading = ["", "ms a step", "min..max", "bytes a step", "compression"]
+    heading = ["", "ms per step", "min..max", "bytes per step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
     counted = any("interface_bytes_per_step" in line for line in run["lines"])
     rows = [[*heading, *(["on a host's interface"] if counted else []), *compared]]

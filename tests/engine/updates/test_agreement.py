@@ -40,7 +40,9 @@ def test_a_rank_that_leaves_a_step_out_is_named_on_all() -> None:
         rank.backward(grads[0])
 
     for text in outcomes(ours, act):
-        assert text.startswith("the ranks have parted: rank 0 is in step 5 and rank 1 is in a backward pass after 4 exch"), text
+        assert text.startswith(
+            "the ranks are out of step: rank 0 is in step 5 and rank 1 is in a backward pass after 4 exch"
+        ), text
         assert "blocks" in text
     now = [each.detach() for rank in ours.ranks for each in rank.weights.values()]
     assert all(map(torch.equal, now, before)), "a step that the others do not take is none"
@@ -72,7 +74,7 @@ def test_ranks_that_step_optimizers_in_other_orders_are_named() -> None:
     found = outcomes(ours, lambda rank: [rank.step(each) for each in rank.optimizers[:: -1 if rank is turned else 1]])
     for text in found:
         assert (
-            "the ranks have parted: rank 0 is in step 7 of the optimizer of" in text
+            "the ranks are out of step: rank 0 is in step 7 of the optimizer of" in text
             and "1 is in step 7 of the optimizer of" in text
         )
 
