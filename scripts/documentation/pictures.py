@@ -130,7 +130,7 @@ def steps() -> str:
     sheet = Sheet("Milliseconds of a step, by link, under DDP and under Horovod")
     rows = {name: [(way, lambda ms: Bar(ms, f"{ms:,.0f}")) for way in ways] for name, ways in ROWS.items()}
     for task, about in CLUSTERS.items():
-        sheet.heading(f"{about}: ms a step")
+        sheet.heading(f"{about}: ms per step")
         blocks(sheet, task, rows, 48)
     return sheet.svg()
 
