@@ -60,6 +60,7 @@ ROOMS = [
     "engine/meeting",
     "engine/phases",
     "engine/announcement",
+    "engine/updates/unsuited",
     "engine/updates/step_exchange",
     "engine/resume",
     "engine/gradients",
@@ -371,7 +372,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_980, 125), "scripts": (11_774, 89), "tests": (38_644, 276)}
+TOTALS = {"gradcomp": (18_027, 126), "scripts": (11_774, 89), "tests": (38_688, 277)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

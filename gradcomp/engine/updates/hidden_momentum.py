@@ -303,19 +303,3 @@ def _tensors(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, (list, tuple)):
         for each in state:
             yield from _tensors(each)
-
-
-@torch.no_grad()
-def kept_weights(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of what an optimizer, not one of torch's, keeps in its state near the weights; "" if there is nothing."""
-    sums: dict[str, Tensor] = {}  # of squares: of the distance, and of the weights
-    if class_of(optimizer).__module__.startswith("torch."):
-        return ""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            weights = local(parameter).double()
-            for name, each in optimizer.state.get(parameter, {}).items():
-                if isinstance(each, Tensor) and each.is_floating_point() and each.shape == parameter.shape:
-                    found = torch.stack([(local(each) - weights).square().sum(), weights.square().sum()])
-                    sums[name] = sums[name] + found if name in sums else found
-    return next((name for name, found in sums.items() if found[0] < found[1] / 4), "")

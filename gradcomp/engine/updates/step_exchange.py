@@ -23,24 +23,17 @@ from gradcomp.engine.phases import Phase
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import local
 from gradcomp.engine.updates.agreement import BACKWARD, STEP, Agreement, LocalGradients
-from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of, kept_weights
+from gradcomp.engine.updates.hidden_momentum import HiddenMomentum, Momentum, class_of, decay_of
 from gradcomp.engine.updates.optimizers import Optimizers, Trained
 from gradcomp.engine.updates.progress import StepRule
 from gradcomp.engine.updates.steps import exchanged_by_later, give_up_failed, makes_state, warn_user
+from gradcomp.engine.updates.unsuited import refuse_unsuited, why_unsuited
 from gradcomp.native.memory import Memory
 from gradcomp.networks import gather
 
 _IN_BACKWARD = (
     "{name}.step() was called within backward(), where no updates can be exchanged: call it after backward(), or take the spec "
     '"blocks", which exchanges gradients'
-)
-_SHARDED = (
-    "{name} steps a part of the parameters on each rank, with gradients that must be equal everywhere, and this spec exchanges "
-    'updates after the step: take the spec "blocks", which exchanges gradients, or an optimizer that is whole on each rank'
-)
-_LBFGS = (
-    "LBFGS takes its next direction from how its own steps have changed the gradient, and with this spec other ranks move the "
-    'weights, too: it would diverge. Take the spec "blocks", which exchanges gradients, or another optimizer'
 )
 _CAPTURED = (
     "{name}.step() is captured in a CUDA graph, which would repeat one step's exchange: capture forward and backward passes, "
@@ -64,10 +57,6 @@ _NO_STEP = (
 _NEVER_STEPPED = (
     "this rank has joined without a step of its own, and does not know what the others exchange after theirs: give each rank "
     'at least one batch, or take the spec "blocks", which exchanges gradients'
-)
-_KEEPS_WEIGHTS = (
-    "{name} keeps weights of its own ({key!r} in its state), which each rank moves by its own gradients: they drift apart, and "
-    'the training may diverge. Take the spec "blocks", which exchanges gradients, or another optimizer'
 )
 
 # After the first so many exchanges since the ranks met, and then every so many, they compare their weights.
@@ -323,8 +312,8 @@ class StepExchange:
         on_cpu = (skipped != 0).float() if isinstance(skipped, Tensor) and not skipped.is_cuda else None
         try:
             if size > 1:
-                if buckets and not trained.exchanges and (key := kept_weights(optimizer)):
-                    warn_user(_KEEPS_WEIGHTS.format(name=class_of(optimizer).__name__, key=key))
+                if buckets and not trained.exchanges and (said := why_unsuited(optimizer)):
+                    warn_user(said)
                 self._agreement.begin(STEP, trained.number, trained.reducer.steps_done, on_cpu)
             if on_cpu is not None:
                 of_ranks = self._agreement.end()
@@ -408,10 +397,7 @@ class StepExchange:
         name = class_of(optimizer).__name__
         if torch._C._current_graph_task_id() >= 0:
             raise RuntimeError(_IN_BACKWARD.format(name=name))
-        if name == "LBFGS" and self.session.network.world.size > 1:
-            raise RuntimeError(_LBFGS)
-        if name == "ZeroRedundancyOptimizer":
-            raise RuntimeError(_SHARDED.format(name=name))
+        refuse_unsuited(optimizer, self.session.network.world.size)
         if self._is_on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_CAPTURED.format(name=name))
 

@@ -213,26 +213,6 @@ def test_each_step_goes_into_the_residual_by_its_own_optimizers_rule() -> None:
         torch.testing.assert_close((before[name] - each).abs(), torch.full_like(each, 0.01), rtol=1e-4, atol=1e-6)
 
 
-class Masters(optim.Optimizer):
-    """Steps a float32 copy of the weights in its state, and rounds it to theirs."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for each in self.param_groups[0]["params"]:
-            state = self.state[each]
-            state["mean"] = each.grad.clone()
-            master = state.setdefault("master", each.float())
-            each.copy_(master.sub_(0.01 * each.grad))
-
-
-@pytest.mark.parametrize("spec", ["sign", "topk"])
-def test_an_optimizer_that_keeps_weights_of_its_own_is_warned(spec: str) -> None:
-    ours = Replicas(spec, lambda weights: Masters(weights, {}), ranks=2, form=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"Masters keeps weights of its own \('master' in its state\).*\"blocks\""):
-        ours.train(1)
-    ours.train(2, first=1)  # once
-
-
 # Steps that fail, and closures.
 
 
