@@ -36,15 +36,32 @@ __global__ void nothing() {}' >"$1/probe.cu"
   nvcc -std=c++17 -c -o "$1/probe.o" "$1/probe.cu" -ccbin "${CUDAHOSTCXX:-$CXX}" >"$1/nvcc.log" 2>&1
 }
 
-# Find everything that is missing; end with one sentence, and one line for apt-get, if anything is.
-check_machine() { # the Python that runs the build; whether it must make an environment (yes|no)
-  local base=$1 environment=$2 lacks=() packages=() headers version="" sentence why
-  make_scratch gradcomp-setup
+# Whether packages can be installed here without a question.
+can_install() {
+  command -v apt-get >/dev/null && { [ "$(id -u)" -eq 0 ] || sudo -n true 2>/dev/null; }
+}
+
+# Install $packages, then $optional as far as that goes.
+install_packages() {
+  local root=(sudo -n)
+  [ "$(id -u)" -ne 0 ] || root=()
+  root+=(env DEBIAN_FRONTEND=noninteractive apt-get)
+  "${root[@]}" update || true # of several archives, one that does not answer may be another
+  [ ${#packages[@]} -eq 0 ] || "${root[@]}" install --yes --no-install-recommends "${packages[@]}" || return
+  [ ${#optional[@]} -eq 0 ] || "${root[@]}" install --yes --no-install-recommends "${optional[@]}" || true
+}
+
+# Find what the build lacks, and the packages that have it. $unmet: whether something is in none of them.
+find_lacks() { # the Python that runs the build; whether it must make an environment (yes|no)
+  local base=$1 environment=$2 headers version="" why
+  lacks=() packages=() unmet=no
   if ! command -v "$base" >/dev/null; then
     lacks+=("Python 3.10 or newer ($base is not there)")
     packages+=(python3 python3-venv python3-dev)
+    [ "$base" = python3 ] || unmet=yes
   elif ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     lacks+=("Python 3.10 or newer ($base is $("$base" -V 2>&1); PYTHON names another)")
+    unmet=yes
   else
     # Debian's packages of a Python that is not its default have the version in their names.
     case $base in python3.* | */python3.*) version=$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ;; esac
@@ -70,16 +87,37 @@ check_machine() { # the Python that runs the build; whether it must make an envi
     why=$(grep -m 1 -iE 'error|not found|cannot' "$scratch/probe.log" || echo "it says nothing")
     lacks+=("a C++20 compiler (CXX=$CXX fails: $why; GCC 11 works)")
     packages+=(g++)
+    [ "$CXX" = c++ ] || unmet=yes
   fi
   if ! command -v cmake >/dev/null; then
     lacks+=("CMake")
     packages+=(cmake)
   elif ! cmake --version | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || v[1] == 3 && v[2] >= 22) }'; then
     lacks+=("CMake 3.22 or newer ($(cmake --version | head -n 1); pip install cmake brings one)")
+    unmet=yes
+  fi
+}
+
+missing() {
+  local sentence
+  sentence=$(printf '%s, ' "${lacks[@]}")
+  echo "missing on this machine: ${sentence%, }"
+}
+
+# Check that the machine has all that a build needs. Install what is missing where that takes no password; else end with one sentence
+# and one line for apt-get.
+check_machine() { # the Python that runs the build; whether it must make an environment (yes|no); packages that are of use, too
+  local lacks packages unmet sentence optional=("${@:3}")
+  make_scratch gradcomp-setup
+  find_lacks "$1" "$2"
+  if [ "$unmet" = no ] && [ $((${#packages[@]} + ${#optional[@]})) -gt 0 ] && can_install; then
+    [ ${#lacks[@]} -eq 0 ] || echo "setup: $(missing)" >&2
+    echo "setup: installs with apt-get:$(printf ' %s' "${packages[@]}" "${optional[@]}")" >&2
+    progress "installing system packages" "$logs/apt.log" install_packages
+    find_lacks "$1" "$2"
   fi
   if [ ${#lacks[@]} -gt 0 ]; then
-    sentence=$(printf '%s, ' "${lacks[@]}")
-    sentence="missing on this machine: ${sentence%, }"
+    sentence=$(missing)
     if [[ $sentence == *"(CXX=$CXX fails"* && $CXX != c++ ]]; then
       sentence+=$'\n'"setup: unset CXX, too, or let it name a compiler that works"
     fi

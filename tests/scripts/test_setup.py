@@ -48,6 +48,58 @@ def test_missing_parts_of_python_have_debians_names(checkout: Checkout) -> None:
     assert checkout.untouched()
 
 
+NEEDED = "python3 python3-venv python3-dev g++ cmake"
+APT_GET = 'echo "$*" >>{root}/apt'
+
+
+@pytest.mark.parametrize(
+    ("programs", "packages"),
+    [
+        ({"id": "echo 0", "apt-get": APT_GET}, f"{NEEDED} iproute2"),
+        ({"sudo": '[ "$1" = -n ] && shift && exec "$@"', "apt-get": APT_GET}, f"{NEEDED} iproute2"),
+        ({"id": "echo 0", "apt-get": APT_GET, "tc": ""}, NEEDED),
+        ({"sudo": "exit 1", "apt-get": APT_GET}, None),  # it would ask for a password
+        ({"id": "echo 0"}, None),
+    ],
+    ids=["root", "sudo", "root, iproute2 there", "sudo with a password", "no apt-get"],
+)
+def test_root_and_sudo_without_a_password_get_the_packages_installed(
+    programs: dict[str, str], packages: str | None, checkout: Checkout
+) -> None:
+    for name, text in programs.items():
+        checkout.has(name, text.format(root=checkout.root))
+    status, said = checkout.setup("--ddp")
+    assert status == 1 and said.startswith("setup: missing on this machine: Python 3.10 or newer")
+    if packages is None:
+        assert said.endswith(f"\nsetup: as root, run: apt-get install {NEEDED}\n") and not (checkout.root / "apt").exists()
+        return
+    assert f"\nsetup: installs with apt-get: {packages}\n" in said
+    update, *installs = (checkout.root / "apt").read_text().splitlines()
+    installed = " ".join(each.removeprefix("install --yes --no-install-recommends ") for each in installs)
+    assert update == "update" and installed == packages
+    # The stand-in brought nothing: that is found, and not tried again.
+    assert said.endswith(f"\nsetup: as root, run: apt-get install {NEEDED}\n")
+
+
+def test_root_gets_iproute2_for_the_demo_but_nothing_stops_without_it(ready: Checkout) -> None:
+    ready.has("id", "echo 0")
+    ready.has("apt-get", f"echo $* >>{ready.root}/apt; exit 100")
+    said = ready.setup("--ddp")[1]
+    assert "setup: installs with apt-get: iproute2\n" in said and "updating pip" in said
+    assert "iproute2" in (ready.root / "apt").read_text()
+    (ready.root / "apt").unlink()
+    ready.setup("--install")
+    assert not (ready.root / "apt").exists(), "an installation for use has no need of it"
+
+
+def test_a_need_that_no_package_meets_is_said_before_packages_are_installed(checkout: Checkout) -> None:
+    checkout.has("id", "echo 0")
+    checkout.has("apt-get", f"touch {checkout.root}/apt")
+    checkout.has("python3", 'case "$1" in -V) echo Python 3.9.2 ;; *) exit 1 ;; esac')
+    status, said = checkout.setup()
+    assert status == 1 and "python3 is Python 3.9.2" in said and not (checkout.root / "apt").exists()
+
+
 LITTLE_DISK = f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'"
 
 
