@@ -153,6 +153,7 @@ class Machine:
         """Run a command that may not fail. Return its output."""
         status, said = self.run(command, user)
         if status:
+            LOG.parent.mkdir(exist_ok=True)
             LOG.write_text(said)
         assert status == 0, f"{command} ended with status {status}, {LOG} has it all:\n{said[-5000:]}"
         return said
