@@ -123,20 +123,25 @@ class Machine:
     def run(self, command: str, user: str) -> tuple[int, str]:
         """Run a command of bash. Return its status and its output."""
         settings = {name: value for name, value in os.environ.items() if SETTINGS.fullmatch(name)}
-        named = [Path(word.removeprefix("file://")) for value in settings.values() for word in value.split()]
-        folders = [path for path in named if path.is_absolute() and path.is_dir()]
-        for path in named:
-            if path.is_absolute() and path.is_file():
-                (self.root / str(path).lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, self.root / str(path).lstrip("/"))
-        path = PATH
+        folders = []
+        for name, word in [(name, word) for name, value in settings.items() for word in value.split()]:
+            path = Path(word.removeprefix("file://"))
+            if path.is_absolute() and path.is_dir():
+                folders.append(path)
+            elif path.is_absolute() and path.is_file():
+                # Apart from the machine's own files, which packages write: set-up installs some that bring certificates.
+                copy = self.root / "settings" / path.name
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
+                settings[name] = settings[name].replace(str(path), f"/settings/{path.name}")
+        programs = PATH
         if self.cell.nvcc:
             home = stages.toolkit()
             assert home is not None
             folders.append(home)
-            path = f"{home}/bin:{path}"
+            programs = f"{home}/bin:{programs}"
         # Values may hold tokens, and every user reads command lines: they travel in the environment.
-        environment = {"PATH": path, "HOME": self.home, "USER": user, "LANG": "C.UTF-8", **settings}
+        environment = {"PATH": programs, "HOME": self.home, "USER": user, "LANG": "C.UTF-8", **settings}
         if self.cell.cxx:
             environment["CXX"] = self.cell.cxx
         if self.cell.torch:
