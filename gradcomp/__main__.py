@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from gradcomp import native
 from gradcomp._version import VERSION
 
 # The commands, and what each does. Only those that run import torch.
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         near = difflib.get_close_matches(words[0], own, 1)
         parser.error(f"there is no command {words[0]!r}; " + (f"did you mean {near[0]}?" if near else f"take {', '.join(own)}"))
     options = parser.parse_args(words)
+    native.only_looks = options.command in ("list", "describe", "doctor")
     try:
         if options.command == "list":
             _list()

@@ -55,6 +55,9 @@ def _versions() -> Iterator[Finding]:
 
 
 def _extension() -> Iterator[Finding]:
+    if isinstance(extension.native, extension.Unloaded):
+        yield Finding("extension", f"not loaded: {extension.native.reason}", extension.native.remedy)
+        return
     own, driver, has, advice = extension.CUDA_VERSION, 0, "without CUDA kernels", ""
     if extension.BUILT_WITH_CUDA:
         driver = cuda_versions.driver_version()

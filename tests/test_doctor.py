@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +169,53 @@ def test_a_gpu_without_cuda_kernels_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert found.text == "0: GPU, capability 9.0" and "a CUDA tensor raises an error" in found.advice
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert "Problems:\n  GPU: this build has no CUDA kernels" in doctor.report()
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path) -> Path:
+    """A checkout's folder in which no extension is built."""
+    package = Path(gradcomp.__file__).parent
+    shutil.copytree(package, tmp_path / "checkout" / "gradcomp", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path / "checkout"
+
+
+def said_by(folder: Path, *words: str, installed: Path | None = None) -> tuple[int, str]:
+    """Run a command of gradcomp in a folder; another gradcomp is installed elsewhere, if at all."""
+    program = f"""
+import os, runpy, sys
+others = [place for place in sys.path[1:] if not os.path.isdir(place + "/gradcomp")]
+sys.path[1:] = others + {[str(installed)] if installed else []}
+sys.argv = {["gradcomp", *words]}
+runpy.run_module("gradcomp", run_name="__main__")"""
+    own = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=own, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
+def test_the_commands_answer_where_the_extension_does_not_load(broken: bool, unbuilt: Path) -> None:
+    if broken:
+        (unbuilt / "gradcomp" / Path(extension.native.__file__).name).write_text("of another machine")
+    status, said = said_by(unbuilt, "doctor")
+    assert status == 1 and f"from {unbuilt / 'gradcomp'}" in said
+    assert re.search(
+        r"^!!  extension +not loaded: " + ("" if broken else "No module named 'gradcomp._native'"), said, re.MULTILINE
+    )
+    assert "\n  extension: build it with scripts/setup or `pip install .`" in said
+    assert said_by(unbuilt, "list") == (0, subprocess.check_output([sys.executable, "-m", "gradcomp", "list"], text=True))
+    assert said_by(unbuilt, "describe", "topk:ratio=0.1")[0] == 0
+
+
+def test_a_checkout_in_front_of_what_is_installed_is_named(unbuilt: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages"
+    (installed / "gradcomp").mkdir(parents=True)
+    (installed / "gradcomp" / "_native.so").touch()
+    remedy = (
+        f"Python takes the checkout {unbuilt} in place of the gradcomp in {installed}: keep and start your script elsewhere"
+    )
+    assert f"\n  extension: {remedy}" in said_by(unbuilt, "doctor", installed=installed)[1]
+    own = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [sys.executable, "-c", "import gradcomp; gradcomp.make('topk')"]
+    done = subprocess.run(words, cwd=unbuilt, env=own, capture_output=True, text=True)
+    assert f"cannot be loaded (No module named 'gradcomp._native'): {remedy}" in done.stderr

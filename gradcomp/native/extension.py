@@ -6,25 +6,51 @@ Tensors go in as they are, on CPU or GPU, on torch's current stream. The binding
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp import native as room
 from gradcomp.aliases import GradcompWarning
 from gradcomp.native import cuda_versions
 
-try:
-    import gradcomp._native as _native
-except ImportError as error:  # pragma: no cover - depends on how the package was put there
-    raise ImportError(
-        f"gradcomp's compiled extension cannot be loaded ({error}): build it with scripts/setup or `pip install .`"
-    ) from error
+
+class Unloaded:
+    """The constants of an extension that did not load: why, and what to do."""
+
+    built_with_cuda, cuda_version = False, 0
+
+    def __init__(self, error: ImportError):
+        self.reason = str(error)
+
+    @property
+    def remedy(self) -> str:
+        """Say what to do. A script beside a checkout's package gets that one, although another is installed."""
+        own = Path(__file__).resolve().parents[2]
+        others = [place for place in map(Path, sys.path) if place.resolve() != own and [*place.glob("gradcomp/_native*.so")]]
+        if others:
+            return (
+                f"Python takes the checkout {own} in place of the gradcomp in {others[0]}: keep and start your script elsewhere"
+            )
+        return "build it with scripts/setup or `pip install .`"
+
+    def __getattr__(self, name: str) -> int:
+        return 1  # a constant, which no kernel will need
+
 
 # The extension's functions. Tests put the emulated ones in their place.
-native: Any = _native
+native: Any
+try:
+    import gradcomp._native as native
+except ImportError as error:
+    native = Unloaded(error)
+    if not room.only_looks:
+        raise ImportError(f"gradcomp's compiled extension cannot be loaded ({error}): {native.remedy}") from error
 
 # Anything with __dlpack__.
 Array = Any
