@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -383,6 +384,20 @@ def mixed() -> Rows:
     return rows
 
 
+def machines() -> Rows:
+    """Write a row for each bare machine that has run the present commands: the minutes of each."""
+    rows = [["bare machine", "installs", "set-up and first demo", "demo again", "`scripts/check`"]]
+    for cell in read(RESULTS / "machines.json")["cells"]:
+        if "set-up and demo" in (minutes := cell["minutes"] if isinstance(cell["minutes"], dict) else {}):
+            system, compiler, _ = re.sub(r"([a-z])(\d)", r"\1 \2", cell["cell"]).split("-")
+            names = f"{system.capitalize()}, {compiler.upper()}"
+            installed = ", ".join(re.findall(r"(?:torch|horovod) [\w.]+", cell["ready"])).replace("horovod", "Horovod")
+            rows.append([names, installed, *(f"{minutes[each]} min" if each in minutes else "" for each in MACHINE_COMMANDS)])
+    return rows
+
+
+# The commands of tests/long/test_machines.py that users wait for.
+MACHINE_COMMANDS = ("set-up and demo", "demo", "check")
 # The bits in which weights travel, and the squared error, over that of the weight, that tests/fsdp/test_weights.py allows.
 WEIGHT_ERRORS = {8: 2e-5, 6: 4e-4, 5: 2e-3, 4: 1e-2}
 FSDP2 = {"fsdp": "shards", "hsdp": "replicas of two shards", "replicate": "replicas"}
@@ -405,6 +420,7 @@ PAGES: dict[Path, dict[str, Callable[[], Rows]]] = {
     },
     DOCS / "which-spec.md": {"links": links},
     DOCS / "local-steps.md": {"losses": local_steps},
+    DOCS / "start.md": {"machines": machines},
     DOCS / "fsdp.md": {"bits": weights, "weights": mixed},
 }
 
