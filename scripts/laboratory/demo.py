@@ -104,7 +104,8 @@ def why_unshaped(rate: str) -> str | None:
     tried = subprocess.run([*ranks.on_cluster(RANKS, rate, DDP), "true"], capture_output=True, text=True, errors="replace")
     if tried.returncode == 0:
         return None
-    return (tried.stderr.strip().splitlines() or ["it does not say why"])[-1].removeprefix("cluster: ")
+    why = (tried.stderr.strip().splitlines() or ["it does not say why"])[-1].removeprefix("cluster: ")
+    return why.partition("; run it as")[0]  # the command would be that of scripts/cluster
 
 
 def train(way: str, rate: str, options: argparse.Namespace) -> Result:

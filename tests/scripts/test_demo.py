@@ -80,7 +80,11 @@ def test_where_links_cannot_be_emulated_their_times_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "train", lambda way, rate, options: figures(way, 80) | {"rate": rate})
-    monkeypatch.setattr(ranks, "on_cluster", lambda *given: ["sh", "-c", "echo 'cluster: it needs root' >&2; exit 1"])
+    monkeypatch.setattr(
+        ranks,
+        "on_cluster",
+        lambda *given: ["sh", "-c", "echo 'cluster: it needs root; run it as: sudo cluster ...' >&2; exit 1"],
+    )
     assert demo.main(["--out", str(tmp_path), "--specs", "blocks", "--rate", "10mbit", "--width", "256"]) == 0
     said = capsys.readouterr().out
     assert "The ranks are processes of this machine.\nLinks of 10mbit are not emulated: it needs root." in said
