@@ -385,10 +385,11 @@ def mixed() -> Rows:
 
 
 def machines() -> Rows:
-    """Write a row for each bare machine that has run the present commands: the minutes of each."""
+    """Write a row for each bare machine that has run the present commands, with the present torch: the minutes of each."""
     rows = [["bare machine", "installs", "set-up and first demo", "demo again", "`scripts/check`"]]
     for cell in read(RESULTS / "machines.json")["cells"]:
-        if "set-up and demo" in (minutes := cell["minutes"] if isinstance(cell["minutes"], dict) else {}):
+        minutes = cell["minutes"] if isinstance(cell["minutes"], dict) else {}
+        if "set-up and demo" in minutes and not cell["cell"].endswith("-oldest"):
             system, compiler, _ = re.sub(r"([a-z])(\d)", r"\1 \2", cell["cell"]).split("-")
             names = f"{system.capitalize()}, {compiler.upper()}"
             installed = ", ".join(re.findall(r"(?:torch|horovod) [\w.]+", cell["ready"])).replace("horovod", "Horovod")
