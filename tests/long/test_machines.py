@@ -27,7 +27,7 @@ from laboratory.report import write
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "machines.json"
 LOG = ROOT / "build" / "machine.log"  # of a command that failed
-PROGRAMS = ("debootstrap", "unshare", "chroot", "setpriv", "git", "tar")
+PROGRAMS = ("debootstrap", "unshare", "pivot_root", "setpriv", "git", "tar")
 LACKING = [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 NVCC = shutil.which("nvcc")
 
@@ -47,7 +47,7 @@ SETTINGS = re.compile(r"(?i)(https?|ftp|all|no)_proxy|PIP_\w+|SSL_CERT_FILE|(REQ
 ENTER = """set -e
 root=$1; shift
 hostname fresh
-mount --bind "$root" "$root"  # or the cluster could not make a tree of mounts of its own: a folder is none
+mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 while [ "$1" != -- ]; do
@@ -57,7 +57,11 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
-exec chroot "$root" env -u PWD -u OLDPWD -u SHLVL "$@"
+# Not chroot: a process that comes back to a mount namespace, as those of scripts/cluster do, would leave the folder.
+cd "$root"
+pivot_root . .
+umount --lazy .
+exec env -u PWD -u OLDPWD -u SHLVL "$@"
 """
 
 

@@ -60,7 +60,8 @@ class Door:
             return Fitted(model, optimizer, lambda: 0)
         entries = sum(parameter.numel() for parameter in model.parameters())
         in_order = clip or (name == "powersgd" and self._by_gloo)
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if in_order else None)
+        # Old torch takes no None.
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET) if in_order else DistributedDataParallel(model)
         state, hook, sent = None, _HOOKS[name], (2 if name in ("bf16", "fp16") else 4) * entries // int(number)
         if name == "powersgd":
             state = powerSGD_hook.PowerSGDState(
