@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.nn.functional import cross_entropy
 
 import gradcomp
@@ -123,7 +124,9 @@ def prediction(options: argparse.Namespace) -> list[str]:
     """Predict each way's step time on links of the rate, from a backward pass that is timed here."""
     model, progress = digits.model(options.seed, options.width), Progress()
     x, y = next(digits.batches(digits.load(), 0, RANKS, BATCH))
-    passes = []
+    passes, threads = [], torch.get_num_threads()
+    # As a rank has them. More wait for one another where other programs run: a pass of 25 ms then took 500.
+    torch.set_num_threads(int(ranks.environment(RANKS)["OMP_NUM_THREADS"]))
     for _ in range(5):
         began = time.perf_counter()
         loss = cross_entropy(model(x), y)
@@ -134,6 +137,7 @@ def prediction(options: argparse.Namespace) -> list[str]:
     half = HALF[options.door]
     own = [spec for spec in options.specs if spec != half]
     found = predict(model, RANKS, link=options.rate, forward_time=forward, backward_time=backward, specs=own, tell=progress)
+    torch.set_num_threads(threads)
     progress.end()
     return [f"{1e3 * found[way].seconds:.0f} ms" for way in (DENSE, *options.specs)]
 

@@ -85,7 +85,11 @@ def test_where_links_cannot_be_emulated_their_times_are_predicted(
         "on_cluster",
         lambda *given: ["sh", "-c", "echo 'cluster: it needs root; run it as: sudo cluster ...' >&2; exit 1"],
     )
+    threads, seen, predict = torch.get_num_threads(), [], demo.predict
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which every rank has
+    monkeypatch.setattr(demo, "predict", lambda *own, **more: seen.append(torch.get_num_threads()) or predict(*own, **more))
     assert demo.main(["--out", str(tmp_path), "--specs", "blocks", "--rate", "10mbit", "--width", "256"]) == 0
+    assert seen == [3] and torch.get_num_threads() == threads
     said = capsys.readouterr().out
     assert "The ranks are processes of this machine.\nLinks of 10mbit are not emulated: it needs root." in said
     dense, blocks = (float(line.split()[-2]) for line in said.splitlines() if " x " in line and line.endswith(" ms"))
