@@ -243,10 +243,12 @@ class LocalSteps:
         self._end_roll_call()
         self._outside.pause()
         if not any(self._roll_call.flags):
+            for fragment in self._fragments:
+                fragment.go_back(forgets=False)
             return
         for part in range(len(self._fragments)):
             self._begin(part)
-            self._apply()
+            self._apply(keeps_own=False)
 
     def stats(self) -> LocalStats:
         """Return figures of the steps on this rank.
@@ -403,15 +405,17 @@ class LocalSteps:
         if other := (trained - exchanged) | (trained & exchanged) ^ stepped:
             raise RuntimeError(_PARAMETERS.format(name=names.get(min(other), "one that is not in the model")))
 
-    def _apply(self) -> None:
-        """End the exchange under way, if any, and take its outer step."""
+    def _apply(self, keeps_own: bool = True) -> None:
+        """End the exchange under way, if any, and take its outer step. keeps_own: see Fragment.end()."""
         if self._unlike:  # its messages would never come
             raise RuntimeError(self._unlike)
         if (fragment := self._under_way) is None:
             return
         self._end_roll_call()
         self._under_way = None
-        succeeded = fragment.end(self._of(self._fragments.index(fragment), self._roll_call.flags))
+        succeeded = fragment.end(
+            self._of(self._fragments.index(fragment), self._roll_call.flags), keeps_own and not self._has_sites
+        )
         traffic = fragment.session.reducer.traffic
         sent = (traffic.between_hosts if self._has_sites else traffic.sent) + self._buffers.end(succeeded)
         if not succeeded:  # one that stayed would spoil the others again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from gradcomp import saved
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.state import residual_views, saved_residual
 from gradcomp.engine.weight_copies import WeightCopies
 
 
@@ -20,6 +21,9 @@ class Fragment:
 
     weights: by name. starts: those of the ranks' common start, in float32; those that need no gradient are frozen in the
     exchange under way. copies: in the optimizer's state.
+
+    What an exchange does not send stays in the rank's own weights, and in the residual: the next inner steps go on from there,
+    and do not make the same progress again.
     """
 
     def __init__(self, weights: Mapping[str, torch.nn.Parameter], copies: WeightCopies, make: Callable[[Slots], Session]):
@@ -28,6 +32,7 @@ class Fragment:
         self.session = make(Slots([Slot(name, each.shape, each.device, each) for name, each in self.starts.items()]))
         self._progress: list[Tensor] = []
         self._sent_at: list[Tensor] = []  # the weights when the exchange began; none where no inner step follows
+        self._keeps_own = False  # the weights went on from the start minus the residual, after the last exchange
 
     @torch.no_grad()
     def begin_at_weights(self, rate: float, momentum: float) -> None:
@@ -38,15 +43,21 @@ class Fragment:
 
     @torch.no_grad()
     def moved(self) -> list[bool]:
-        """Say which layers this rank has moved from the common start."""
-        # A rank with 16-bit weights began at the rounded start.
-        return [not torch.equal(self.starts[name].to(each.dtype), each) for name, each in self.weights.items()]
+        """Say which layers this rank has moved since the last exchange."""
+        # A rank with 16-bit weights began at the rounded ones.
+        return [not torch.equal(begun.to(own.dtype), own) for begun, own in self._begun()]
+
+    def _begun(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield where each of this rank's weights was after the last exchange, in float32, and the weight."""
+        waiting = residual_views(self.session.reducer) if self._keeps_own else {}
+        for (name, start), own in zip(self.starts.items(), self.weights.values(), strict=True):
+            yield start - waiting[name].view(start.shape) if name in waiting else start, own
 
     @torch.no_grad()
     def begin(self, moved: Sequence[bool], keeps_sent: bool) -> None:
-        """Begin to exchange start minus now. moved: the layers to exchange. keeps_sent: inner steps may come before the end."""
+        """Begin to exchange the progress. moved: the layers to exchange. keeps_sent: inner steps may come before the end."""
         self._sent_at = [each.detach().clone() for each in self.weights.values()] if keeps_sent else []
-        self._progress = [(self.starts[name].to(each.dtype).float() - each).reshape(-1) for name, each in self.weights.items()]
+        self._progress = [(begun.to(own.dtype).float() - own).reshape(-1) for begun, own in self._begun()]
         for start, moves in zip(self.starts.values(), moved, strict=True):
             start.requires_grad_(moves)
         with self.session.noting_failure():
@@ -54,11 +65,11 @@ class Fragment:
             self.session.gradients.ready_all(self.session.slots.slots, self._progress)
 
     @torch.no_grad()
-    def end(self, moved: Sequence[bool]) -> bool:
+    def end(self, moved: Sequence[bool], keeps_own: bool) -> bool:
         """End the exchange, and take the outer step from the start. Return False if the mean was not finite: nothing moves.
 
         The weights go to the start, plus the inner steps that came in the meantime. moved: the layers that any rank has moved;
-        the outer step leaves the others alone.
+        the outer step leaves the others alone. keeps_own: what this rank has not sent stays in its weights, too.
         """
         with self.session.noting_failure():  # also of an error in the outer step: another rank's start may have moved
             self.session.gradients.finish()
@@ -68,6 +79,7 @@ class Fragment:
                     start.grad = mean.view(start.shape) if moves else None
                 self._outer.step()
                 self._outer.zero_grad()
+                self._keeps_own = keeps_own
                 self._move(self._sent_at)
         self._progress, self._sent_at = [], []
         return succeeded
@@ -77,13 +89,14 @@ class Fragment:
         """Return to the common start. forgets: the optimizer's moments are not finite, and begin anew."""
         if forgets:
             self.copies.forget([*self.weights.values()])
+        self._keeps_own = False
         self._move([])
 
     def _move(self, sent_at: Sequence[Tensor]) -> None:
-        """Move the weights and their copies to the start, plus what came since these weights were sent."""
+        """Move the weights and their copies to where they begin, plus what came since these weights were sent."""
         copies = self.copies.find([*self.weights.values()])
-        for i, (start, weight) in enumerate(zip(self.starts.values(), self.weights.values(), strict=True)):
-            new = start + (weight - sent_at[i]) if sent_at else start
+        for i, (begun, weight) in enumerate(self._begun()):
+            new = begun + (weight - sent_at[i]) if sent_at else begun
             self.copies.move(copies, weight, new)
             weight.copy_(new)
 
@@ -102,6 +115,7 @@ class Fragment:
             "starts": {name: each.detach().clone() for name, each in self.starts.items()},
             "momenta": {n: torch.zeros_like(self.starts[n].data) if m is None else m.clone() for n, m in momenta.items()},
             "exchange": self.session.resume.state_dict(),
+            "keeps_own": self._keeps_own,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -124,9 +138,13 @@ class Fragment:
         The optimizer has its state already. A rank without one has the first rank's, and moves it to the common start.
         """
         self._outer.state.clear()
+        saved_so = own is not None and bool(own.get("keeps_own"))  # an older version has no such entry
+        self._keeps_own = saved_so and own is not None and own["exchange"]["ranks"] == self.session.network.world.size
         for name, weight in self.weights.items():
             self.starts[name].copy_(first["starts"][name])
             weight.copy_((first if own is None else own)["weights"][name])
+            if own is not None and saved_so and not self._keeps_own:  # the residuals have gone to other ranks
+                weight.add_(saved_residual(own["exchange"], name, weight))
             if first["momenta"] and self._outer.defaults["momentum"]:
                 self._outer.state[self.starts[name]]["momentum_buffer"] = first["momenta"][name].to(weight.device, copy=True)
         if own is None:

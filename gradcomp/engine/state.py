@@ -208,6 +208,13 @@ def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict
     return {"format": FORMAT, "spec": spec, "ranks": ranks, "of_rank": of_rank}
 
 
+def saved_residual(state: Mapping[str, Any], name: str, like: Tensor) -> Tensor:
+    """Return a layer's residual in the state of one rank, which was checked, in the form of a tensor; zeros without one."""
+    (share,) = state["of_rank"].values()
+    found = share["layers"].get(_PART, {}).get("residual", {}).get(name)
+    return torch.zeros_like(like) if found is None else found.to(like).view(like.shape)
+
+
 class States:
     """The shares of one state, or of a list of states, checked to belong together."""
 

@@ -165,7 +165,8 @@ def two_ranks() -> Any:
         local.zero_grad()
         (model(torch.randn(8, 40)) - step).square().mean().backward()
         local.step()
-    return local.state_dict(), float(local._fragments[0].session.resume.residual()["weight"].sum())
+    residual = local._fragments[0].session.resume.residual()["weight"]
+    return local.state_dict(), float(residual.sum()), (model.weight.detach() + residual).flatten()[:3].tolist()
 
 
 def test_ranks_with_different_specs_are_told() -> None:
@@ -174,15 +175,14 @@ def test_ranks_with_different_specs_are_told() -> None:
 
 
 def test_the_states_of_two_ranks_serve_three() -> None:
-    """The mean of the residuals stays the same. The third rank begins at the common start."""
+    """The mean of the residuals stays the same, and weights go on without them. The third rank begins at the common start."""
     saved = launch(two_ranks, 2)
-    states, sums = [state for state, _ in saved], [total for _, total in saved]
+    states, sums = [state for state, _, _ in saved], [total for _, total, _ in saved]
     found = launch(other_ranks, 3, states)
     assert sum(total for _, total in found) / 3 == pytest.approx(sum(sums) / 2, rel=1e-4)
-    for (weights, _), own in zip(
-        found, [*(state["fragments"][0]["weights"] for state in states), states[0]["fragments"][0]["starts"]], strict=True
-    ):
-        assert weights == pytest.approx(own["weight"].flatten()[:3].tolist(), abs=1e-6)
+    starts = states[0]["fragments"][0]["starts"]["weight"].flatten()[:3].tolist()
+    for (weights, _), own in zip(found, [*(whole for _, _, whole in saved), starts], strict=True):
+        assert weights == pytest.approx(own, abs=1e-6)
 
 
 @pytest.mark.usefixtures("group_of_one")

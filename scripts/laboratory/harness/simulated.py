@@ -285,6 +285,7 @@ class Local:
         shapes = {name: tuple(each.shape) for name, each in self._starts.items()}
         device = next(job.model.parameters()).device
         self._simulation = gradcomp.Simulation(way.spec, shapes, own.ranks, own.seed, device=device)
+        self._begun = [self._starts] * own.ranks  # where each went on: from the start, less what it has not sent
         self.bytes_sent = [0] * own.ranks
 
     @torch.no_grad()
@@ -298,7 +299,10 @@ class Local:
         self.bytes_sent = [0] * len(self.models)
         if self._steps % self._every and self._steps != self._left:
             return
-        progress = [{name: self._starts[name] - each for name, each in model.named_parameters()} for model in self.models]
+        progress = [
+            {name: begun[name] - each for name, each in model.named_parameters()}
+            for begun, model in zip(self._begun, self.models, strict=True)
+        ]
         for name, mean in self._simulation.step(progress).items():
             self._starts[name].grad = mean.clone()
         self._outer.step()
@@ -308,8 +312,11 @@ class Local:
             for name, first in buffers[0].items()
             if first.is_floating_point()
         }
-        for model in self.models:
-            model.load_state_dict({**self._starts, **means}, strict=False)
+        is_last = self._steps == self._left
+        for rank, model in enumerate(self.models):
+            waiting = {} if is_last else self._simulation.residual(rank)
+            self._begun[rank] = {name: start - waiting.get(name, 0.0) for name, start in self._starts.items()}
+            model.load_state_dict({**self._begun[rank], **means}, strict=False)
         self.bytes_sent = self._simulation.bytes_sent
 
     def close(self) -> None:
