@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LEFT, SPEC, TRAININGS, Run, adamw, plain, same, sgd
-from torch import Tensor
+from doors import DDP, Training
+from loops import LEFT, SPEC, TRAININGS, Lookahead, Run, adamw, plain, same, sgd
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -158,6 +159,42 @@ def test_optimizers_that_share_layers_deliver_by_their_own_momenta() -> None:
         before = optimizers and [optimizers.known(each) for each in both]
         body(run, 12)
         assert before == (optimizers and [optimizers.known(each) for each in both]), "each is looked at once"
+        return run
+
+    same(training)
+
+
+@pytest.mark.parametrize("at_4", ["change", "load", "wrap"])
+def test_an_optimizer_that_calls_another_takes_no_turns_with_it(at_4: str) -> None:
+    """Also where gradcomp looks at both anew, or at the outer one after the inner one."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(sgd if at_4 == "wrap" else lambda parameters: Lookahead(sgd(parameters)), spec).on(range(4))
+        if at_4 == "wrap":
+            run.optimizer = Lookahead(run.optimizer)
+        elif spec:
+            run.handle.set_spec(spec) if at_4 == "change" else run.handle.load_state_dict(run.handle.state_dict())
+        run.on(range(4, 12))
+        assert not spec or not run.handle._session.updates.in_step
+        return run
+
+    same(training)
+
+
+def test_a_group_of_two_models_keeps_its_momentum_where_one_of_them_is_shared() -> None:
+    def training(spec: str | None) -> Run:
+        run, other = Run(sgd, spec, given=False), nn.Linear(7, 3)
+        second = Training(DDP, other, spec, inner=torch.optim.SGD(other.parameters(), 0.02, momentum=0.5), given=False)
+        run.optimizer = torch.optim.SGD([*run.model.parameters(), *other.parameters()], 0.02, momentum=0.9)
+
+        def body(run: Run, step: int) -> None:
+            run.optimizer.zero_grad()
+            ((run.loss(step) + run.loss(step, second.whole)) * (step > 1)).backward()
+            run.optimizer.step()
+            second.optimizer.step()
+
+        run.on(body=body)
+        run.model.append(other)
         return run
 
     same(training)

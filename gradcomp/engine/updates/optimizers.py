@@ -88,7 +88,7 @@ class Optimizers:
         self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
         self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
         # The layers of each that another one has trained since.
-        self._taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
+        self.taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
         self.averaged: weakref.WeakSet[torch.optim.Optimizer] | None = None
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
@@ -121,22 +121,38 @@ class Optimizers:
 
     def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
         """Find an optimizer that is about to step. Refuse it if a layer has a gradient that no rank exchanges."""
-        if self._taken and (taken := self._taken.pop(weakref.ref(optimizer), None)):
-            self._shared |= taken
-            self.forget()
         found = self.find(optimizer, given)
         for name, parameter in () if found is None else found.never_exchanged:
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(_UNFROZEN.format(name=name, shape=tuple(parameter.shape)))
         return found
 
+    @property
+    def own(self) -> set[int]:
+        """The ids of the parameters whose residual stands for a momentum."""
+        return {number for number, name in self.names.items() if name not in self._shared}
+
+    def share_taken(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizers that take turns on layers keep their momenta from the next step on: this one has stepped again.
+
+        One whose step is under way calls this one, and takes no turns with it.
+        """
+        own = self.known(optimizer)
+        outer = [each for each in self.every() if each.has_begun and each is not own]
+        layers = self.taken.pop(weakref.ref(optimizer), set()).difference(self._shared, *(each.names for each in outer))
+        if layers:
+            self._shared |= layers
+            for each in self.every():
+                if each not in outer:
+                    each.momentum.give_back()
+            steps.look_anew()
+
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
         elsewhere = steps.exchanged_by_later(self._session())
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"] if id(p) not in elsewhere}
         if self.names.keys().isdisjoint(group_of):
             return None
-        own = {number for number, name in self.names.items() if name not in self._shared}
-        momentum = HiddenMomentum(optimizer, given, own, steps.exchanged() - (self.names.keys() - own))
+        momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden())
         momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]
@@ -146,7 +162,7 @@ class Optimizers:
         for name in momenta.keys() - self._shared:  # one whose step is under way calls this one
             latest = self._latest.get(name, lambda: None)()
             if latest not in (None, optimizer) and (other := self.known(latest)) is not None and not other.has_begun:
-                self._taken.setdefault(weakref.ref(latest), set()).add(name)
+                self.taken.setdefault(weakref.ref(latest), set()).add(name)
         self._latest |= dict.fromkeys(momenta, weakref.ref(optimizer))
         note_apart(self._slots.parameters[name] for name in momenta)
         found = Trained(number, frozenset(momenta), momentum)

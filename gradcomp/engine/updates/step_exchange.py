@@ -300,6 +300,8 @@ class StepExchange:
                 session.take_turn()
 
     def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+        if self.optimizers.taken:
+            self.optimizers.share_taken(optimizer)
         trained.momentum.show()
         trained.has_begun = False
         self.in_step -= 1

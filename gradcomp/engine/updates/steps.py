@@ -73,6 +73,17 @@ def exchanged() -> set[int]:
     return {number for each in _living() if each.reducer.on_updates for number in each.updates.exchanged}
 
 
+def hidden() -> set[int]:
+    """Return the ids of those among them whose residual stands for a momentum."""
+    return {number for each in _living() if each.reducer.on_updates for number in each.updates.optimizers.own}
+
+
+def look_anew() -> None:
+    """Let all sessions look at all optimizers anew, each at its next step."""
+    global changes
+    changes += 1
+
+
 def exchanged_by_later(session: Any) -> set[int]:
     """Return the ids of the parameters that a session leaves to those that came later: two would delay updates twice.
 
