@@ -291,12 +291,14 @@ def kept_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
     states = [kept.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     shared = {key: each for key, each in kept.items() if isinstance(key, str)}  # of no parameter
-    return [local(each) for each in _tensors([groups, states, shared]) if each.numel()]
+    return [each for each in _tensors([groups, states, shared]) if each.numel()]
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
+    if isinstance(state, Tensor) and hasattr(own := local(state), "__tensor_flatten__"):  # codes and scales of few bits
+        yield from _tensors([getattr(own, name) for name in own.__tensor_flatten__()[0]])
+    elif isinstance(state, Tensor):
+        yield local(state)
     elif isinstance(state, Mapping):
         for key in sorted(state, key=str):
             yield from _tensors(state[key])

@@ -91,8 +91,10 @@ def average_kept(optimizers: Optimizers, network: Connection) -> Generator[None,
         yield from _average_numbers(_numbers(chosen), network)
         kept = [each for optimizer in chosen for each in kept_tensors(optimizer)]
         if differ := (yield from _differ(kept, network)):  # the mean of equal ones may be rounded
-            yield from _average_tensors([each for each in kept if each.is_floating_point()], network)
-            differ = yield from _differ(kept, network)
+            others = [each for each in kept if not each.is_floating_point()]
+            if not (yield from _differ(others, network)):  # the codes of few bits have no mean, nor do their scales alone
+                yield from _average_tensors([each for each in kept if each.is_floating_point()], network)
+                differ = yield from _differ(kept, network)
     return {class_of(each).__name__ for each in chosen} if differ else set()
 
 

@@ -71,7 +71,9 @@ def _kept_weights(optimizer: torch.optim.Optimizer) -> str:
         for parameter in group["params"]:
             weights = local(parameter).double()
             for name, each in optimizer.state.get(parameter, {}).items():
-                if isinstance(each, Tensor) and each.is_floating_point() and each.shape == parameter.shape:
-                    found = torch.stack([(local(each) - weights).square().sum(), weights.square().sum()])
+                if not isinstance(each, Tensor) or not each.is_floating_point() or each.shape != parameter.shape:
+                    continue
+                if type(own := local(each)) in (Tensor, torch.nn.Parameter):  # one of few bits may have no arithmetic
+                    found = torch.stack([(own - weights).square().sum(), weights.square().sum()])
                     sums[name] = sums[name] + found if name in sums else found
     return next((name for name, found in sums.items() if found[0] < found[1] / 4), "")

@@ -10,6 +10,7 @@ from replicas import Replicas
 from torch import optim
 
 import gradcomp
+from gradcomp.engine.updates.hidden_momentum import kept_tensors
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -42,6 +43,48 @@ class Estimating(optim.SGD):
     def __init__(self, weights: Any):
         super().__init__(weights, 0.01)
         self.param_groups[0] |= {"d": 1e-6, "growth_rate": float("inf")}
+
+
+class FewBits(torch.Tensor):
+    """A state in 8 bits, as torchao's: codes and a scale, and no arithmetic but an optimizer's own."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> FewBits:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        raise NotImplementedError(f"FewBits has no {function}")
+
+
+class InFewBits(optim.SGD):
+    """Keeps the last gradient in 8 bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for each in self.param_groups[0]["params"]:
+            scale = each.grad.abs().max() / 127
+            self.state[each]["mean"] = FewBits((each.grad / scale).round().to(torch.int8), scale)
+
+
+def test_a_state_in_few_bits_is_left_as_it_is() -> None:
+    ours = Replicas("topk", lambda weights: InFewBits(weights, 0.01), ranks=2).train(2)
+    before = [[each.clone() for each in kept_tensors(rank.optimizer)] for rank in ours.ranks]
+    with pytest.warns(gradcomp.GradcompWarning, match="InFewBits.* still differ in what they keep"):
+        ours.change("blocks")
+    for rank, kept in zip(ours.ranks, before, strict=True):
+        assert kept and all(map(torch.equal, kept_tensors(rank.optimizer), kept)), "a scale would not fit its codes"
 
 
 def test_an_optimizer_that_needs_equal_gradients_or_learns_from_its_steps_is_warned_of() -> None:
