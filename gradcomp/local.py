@@ -241,7 +241,8 @@ class LocalSteps:
         self._apply()
         self._call_roll(True, range(len(self._fragments)))
         self._end_roll_call()
-        self._outside.pause()
+        if self._counts["steps"]:
+            self._outside.pause()
         if not any(self._roll_call.flags):
             for fragment in self._fragments:
                 fragment.go_back(forgets=False)

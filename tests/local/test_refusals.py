@@ -93,7 +93,12 @@ def test_steps_after_a_flush_are_no_fault() -> None:
         assert not caught
         for _ in range(3):
             local._optimizer.step()
-    assert len(caught) == 1
+        assert len(caught) == 1
+        local = made(model, "dense")
+        local.flush()  # before a first evaluation, and no step of its own follows
+        for _ in range(3):
+            local._optimizer.step()
+    assert len(caught) == 2
 
 
 @pytest.mark.usefixtures("group_of_one")
