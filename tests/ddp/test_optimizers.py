@@ -181,17 +181,22 @@ def test_an_optimizer_that_calls_another_takes_no_turns_with_it(at_4: str) -> No
     same(training)
 
 
-def test_a_group_of_two_models_keeps_its_momentum_where_one_of_them_is_shared() -> None:
+@pytest.mark.parametrize("reason", ["it is shared", "its spec says so"])
+def test_a_group_of_two_models_keeps_its_momentum_if_one_of_them_does(reason: str) -> None:
+    is_shared = reason == "it is shared"
+
     def training(spec: str | None) -> Run:
         run, other = Run(sgd, spec, given=False), nn.Linear(7, 3)
-        second = Training(DDP, other, spec, inner=torch.optim.SGD(other.parameters(), 0.02, momentum=0.5), given=False)
+        its_spec = spec if spec is None or is_shared else LEFT
+        second = Training(DDP, other, its_spec, inner=torch.optim.SGD(other.parameters(), 0.02, momentum=0.5), given=False)
         run.optimizer = torch.optim.SGD([*run.model.parameters(), *other.parameters()], 0.02, momentum=0.9)
 
         def body(run: Run, step: int) -> None:
             run.optimizer.zero_grad()
             ((run.loss(step) + run.loss(step, second.whole)) * (step > 1)).backward()
             run.optimizer.step()
-            second.optimizer.step()
+            if is_shared:
+                second.optimizer.step()
 
         run.on(body=body)
         run.model.append(other)

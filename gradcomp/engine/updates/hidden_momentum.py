@@ -79,9 +79,10 @@ _SPENT = "_gradcomp_spent"
 class HiddenMomentum:
     """The momentum of one optimizer. given: the momentum of the spec, in its place; None: the optimizer's own.
 
-    own: the ids of the session's parameters; exchanged: and of all others whose updates are exchanged. A group that trains any
-    more keeps its momentum. rule: None for an optimizer that keeps it in all groups. divides: by a second moment, so that an
-    update is as long as any other, whatever the gradient's length. normalizes: it divides, and its momentum is hidden.
+    own: the ids of the session's parameters whose residual can stand for it; exchanged: and of those of other sessions. A group
+    that trains any more keeps its momentum. rule: None for an optimizer that keeps it in all groups. divides: by a second
+    moment, so that an update is as long as any other, whatever the gradient's length. normalizes: it divides, and its momentum
+    is hidden.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class HiddenMomentum:
         self._last: dict[int, tuple[Group, Group]] = {}  # the values hidden last, by group, and those in their place
 
     def _is_whole(self, group: Group, exchanged: Collection[int]) -> bool:
-        """Say whether the group trains the session's parameters, and none whose updates nobody exchanges."""
+        """Say whether the group trains parameters of the session, and none whose residual cannot stand for a momentum."""
         trained = [id(each) for each in group["params"] if each.requires_grad]
         return any(each in self._own for each in trained) and all(each in self._own or each in exchanged for each in trained)
 

@@ -152,7 +152,7 @@ class Optimizers:
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"] if id(p) not in elsewhere}
         if self.names.keys().isdisjoint(group_of):
             return None
-        momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden())
+        momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden(given))
         momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]

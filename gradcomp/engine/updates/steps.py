@@ -73,9 +73,10 @@ def exchanged() -> set[int]:
     return {number for each in _living() if each.reducer.on_updates for number in each.updates.exchanged}
 
 
-def hidden() -> set[int]:
-    """Return the ids of those among them whose residual stands for a momentum."""
-    return {number for each in _living() if each.reducer.on_updates for number in each.updates.optimizers.own}
+def hidden(given: Any) -> set[int]:
+    """Return the ids of those among them whose residual stands for this momentum of the spec; None: for the optimizer's."""
+    alike = [each for each in _living() if each.reducer.on_updates and each.updates.given_momentum == given]
+    return {number for each in alike for number in each.updates.optimizers.own}
 
 
 def look_anew() -> None:
