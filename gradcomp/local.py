@@ -105,7 +105,7 @@ class LocalSteps:
     Raises:
         TypeError: The model or the optimizer exchanges gradients itself.
         ValueError: A spec or a number does not fit, or the ranks do not agree.
-        RuntimeError: There is no network.
+        RuntimeError: There is no network, or attach() has the model's updates exchanged in every step.
 
     Example:
         >>> local = gradcomp.local.LocalSteps(model, optimizer, "sign", sync_every=32)

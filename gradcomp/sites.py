@@ -29,7 +29,7 @@ _UNEQUAL = (
 )
 _SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"
 _ATTACHED = (
-    "the model's updates are exchanged in every step already, since attach(): local steps would exchange progress on top. Call "
+    "the model's updates are exchanged in every step already, since attach(): local steps would exchange them again. Call "
     "handle.remove() first, or leave LocalSteps out"
 )
 _EXCHANGES = "the optimizer is a {name}, which exchanges gradients in every step; pass the optimizer inside it"
