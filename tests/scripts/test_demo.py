@@ -108,6 +108,19 @@ def test_a_failing_training_shows_the_end_of_its_log(
     assert (tmp_path / "stock.log").read_text() == "the network broke\n"
 
 
+@pytest.mark.parametrize("python", [sys.executable, "/nowhere/python"])
+def test_help_sets_nothing_up(python: str) -> None:
+    """The options come from the program, or the head of the script where that does not load."""
+    asked = subprocess.run(
+        [str(Path(__file__).parents[2] / "scripts" / "demo"), "--help"],
+        env={"PATH": os.environ["PATH"], "GRADCOMP_PYTHON": python},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert asked.returncode == 0 and "--ddp" in asked.stdout and not asked.stderr
+
+
 def test_a_wrong_spec_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         demo.main(["--specs", "tpk"])
