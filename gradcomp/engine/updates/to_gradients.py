@@ -109,13 +109,14 @@ def _average_numbers(numbers: Sequence[tuple[dict[str, Any], str]], network: Con
 
 
 def _average_tensors(tensors: Sequence[Tensor], network: Connection) -> Iterator[None]:
-    own = [each.reshape(-1).to(network.device, torch.promote_types(each.dtype, torch.float32), copy=True) for each in tensors]
-    # Divided after the sum: a count of steps is then one.
-    means = [network.start(Reduce(each), f"the mean of state {i}") for i, each in enumerate(own)]
-    yield
-    for state, answer in zip(tensors, means, strict=True):
+    """Average one after the other: copies of all would take as much memory as the optimizer."""
+    for i, state in enumerate(tensors):
+        own = state.reshape(-1).to(network.device, torch.promote_types(state.dtype, torch.float32), copy=True)
+        answer = network.start(Reduce(own), f"the mean of state {i}")
+        yield
         mean = answer()
         assert isinstance(mean, Tensor)
+        # Divided after the sum: a count of steps is then one.
         state.copy_(mean.div(network.world.size).view(state.shape))
 
 
