@@ -89,6 +89,7 @@ class Optimizers:
         self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
         # The layers of each that another one has trained since.
         self.taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
+        self.is_inner = False  # the step that this rank, without a batch, takes with others was called by another one's
         self.averaged: weakref.WeakSet[torch.optim.Optimizer] | None = None
         self.layers: dict[int, str] = {}
         self.parts: dict[str, Hashable] | None = None
@@ -132,19 +133,16 @@ class Optimizers:
         """The ids of the parameters whose residual stands for a momentum."""
         return {number for number, name in self.names.items() if name not in self._shared}
 
-    def share_taken(self, optimizer: torch.optim.Optimizer) -> None:
+    def share_taken(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
         """Let the optimizers that take turns on layers keep their momenta from the next step on: this one has stepped again.
 
-        One whose step is under way calls this one, and takes no turns with it.
+        is_inner: another one's step calls this one, and takes no turns with it.
         """
-        own = self.known(optimizer)
-        outer = [each for each in self.every() if each.has_begun and each is not own]
-        layers = self.taken.pop(weakref.ref(optimizer), set()).difference(self._shared, *(each.names for each in outer))
-        if layers:
+        layers = self.taken.pop(weakref.ref(optimizer), set()) - self._shared
+        if layers and not is_inner:
             self._shared |= layers
             for each in self.every():
-                if each not in outer:
-                    each.momentum.give_back()
+                each.momentum.give_back()
             steps.look_anew()
 
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
@@ -159,7 +157,7 @@ class Optimizers:
         number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
         first, *others = momenta
         self.layers[number] = f"{first!r}" + (f" and {len(others)} more" if others else "")
-        for name in momenta.keys() - self._shared:  # one whose step is under way calls this one
+        for name in () if self.is_inner else momenta.keys() - self._shared:  # one whose step is under way calls this one
             latest = self._latest.get(name, lambda: None)()
             if latest not in (None, optimizer) and (other := self.known(latest)) is not None and not other.has_begun:
                 self.taken.setdefault(weakref.ref(latest), set()).add(name)
@@ -208,6 +206,7 @@ class Optimizers:
         for each in self.every():
             each.momentum.give_back()
             each.has_begun, each.inside = False, 0
+        self.is_inner = False
         self._look_anew()
 
     def note_averaged(self) -> None:

@@ -184,6 +184,7 @@ class StepExchange:
             raise RuntimeError(_NEVER_STEPPED)
         stepped, self._stepped = self._stepped, []
         for each, names, around in stepped:
+            self.optimizers.is_inner = around > 0
             if (optimizer := each()) is not None and (momentum := self.before(optimizer)) is not None:
                 if (trained := self.optimizers.known(optimizer)) is not None:  # an inner one has exchanged its other layers
                     trained.waiting = [bucket for bucket in trained.waiting if bucket.layout.names[0] in names]
@@ -192,6 +193,7 @@ class StepExchange:
                 self.in_step += around
                 self.after(optimizer)
                 self.in_step -= around
+        self.optimizers.is_inner = False
 
     # Around a step.
 
@@ -301,7 +303,7 @@ class StepExchange:
 
     def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         if self.optimizers.taken:
-            self.optimizers.share_taken(optimizer)
+            self.optimizers.share_taken(optimizer, is_inner=self.in_step > 1)
         trained.momentum.show()
         trained.has_begun = False
         self.in_step -= 1
