@@ -264,7 +264,7 @@ def test_wrappers_go_around_once() -> None:
 def test_help_shows_the_knobs() -> None:
     assert "ratio: share of entries sent" in (TopK.__doc__ or "")
     assert "sigmas: standard deviations from 0" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
-    assert "momentum: momentum that the residual stands for; auto: the optimizer's, which is hidden" in (Feedback.__doc__ or "")
+    assert "momentum: auto: the residual applies the optimizer's momentum" in (Feedback.__doc__ or "")
 
 
 def test_a_knob_of_a_users_compressor_is_checked() -> None:

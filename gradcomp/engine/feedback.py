@@ -40,7 +40,7 @@ class Feedback(Wrapper):
     )
     momentum: float | str = knob(
         AUTO,
-        "auto: the residual applies the optimizer's momentum; a number: this one instead; 0: the optimizer keeps its own",
+        "auto: the residual applies the optimizer's momentum; a number: this instead; 0: the optimizer keeps its own",
         least=0,
         below=1,
         word=AUTO,
