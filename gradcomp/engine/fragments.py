@@ -32,7 +32,8 @@ class Fragment:
         self.session = make(Slots([Slot(name, each.shape, each.device, each) for name, each in self.starts.items()]))
         self._progress: list[Tensor] = []
         self._sent_at: list[Tensor] = []  # the weights when the exchange began; none where no inner step follows
-        self._keeps_own = False  # the weights went on from the start minus the residual, after the last exchange
+        # The layers whose weights went on from the start minus the residual. One that rests stays where it was.
+        self._kept: set[str] = set()
 
     @torch.no_grad()
     def begin_at_weights(self, rate: float, momentum: float) -> None:
@@ -49,9 +50,9 @@ class Fragment:
 
     def _begun(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield where each of this rank's weights was after the last exchange, in float32, and the weight."""
-        waiting = residual_views(self.session.reducer) if self._keeps_own else {}
+        waiting = residual_views(self.session.reducer) if self._kept else {}
         for (name, start), own in zip(self.starts.items(), self.weights.values(), strict=True):
-            yield start - waiting[name].view(start.shape) if name in waiting else start, own
+            yield start - waiting[name].view(start.shape) if name in self._kept & waiting.keys() else start, own
 
     @torch.no_grad()
     def begin(self, moved: Sequence[bool], keeps_sent: bool) -> None:
@@ -79,7 +80,8 @@ class Fragment:
                     start.grad = mean.view(start.shape) if moves else None
                 self._outer.step()
                 self._outer.zero_grad()
-                self._keeps_own = keeps_own
+                moving = {name for name, moves in zip(self.starts, moved, strict=True) if moves}
+                self._kept = self._kept | moving if keeps_own else set()
                 self._move(self._sent_at)
         self._progress, self._sent_at = [], []
         return succeeded
@@ -89,7 +91,7 @@ class Fragment:
         """Return to the common start. forgets: the optimizer's moments are not finite, and begin anew."""
         if forgets:
             self.copies.forget([*self.weights.values()])
-        self._keeps_own = False
+        self._kept = set()
         self._move([])
 
     def _move(self, sent_at: Sequence[Tensor]) -> None:
@@ -115,11 +117,13 @@ class Fragment:
             "starts": {name: each.detach().clone() for name, each in self.starts.items()},
             "momenta": {n: torch.zeros_like(self.starts[n].data) if m is None else m.clone() for n, m in momenta.items()},
             "exchange": self.session.resume.state_dict(),
-            "keeps_own": self._keeps_own,
+            "kept": sorted(self._kept),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state that does not fit. What is exchanged is checked by its session."""
+        if "kept" in state:
+            saved.names(state, "kept")
         momenta = saved.table(state, "momenta")
         for name, weight in self.weights.items():
             saved.tensor(saved.table(state, "weights"), name, weight.shape, dtype=weight.dtype, what=f"the weight {name!r}")
@@ -138,12 +142,13 @@ class Fragment:
         The optimizer has its state already. A rank without one has the first rank's, and moves it to the common start.
         """
         self._outer.state.clear()
-        saved_so = own is not None and bool(own.get("keeps_own"))  # an older version has no such entry
-        self._keeps_own = saved_so and own is not None and own["exchange"]["ranks"] == self.session.network.world.size
+        kept = set() if own is None or "kept" not in own else {*own["kept"]}  # an older version has no such entry
+        stays = own is not None and own["exchange"]["ranks"] == self.session.network.world.size
+        self._kept = kept if stays else set()
         for name, weight in self.weights.items():
             self.starts[name].copy_(first["starts"][name])
             weight.copy_((first if own is None else own)["weights"][name])
-            if own is not None and saved_so and not self._keeps_own:  # the residuals have gone to other ranks
+            if own is not None and name in kept - self._kept:  # the residuals have gone to other ranks
                 weight.add_(saved_residual(own["exchange"], name, weight))
             if first["momenta"] and self._outer.defaults["momentum"]:
                 self._outer.state[self.starts[name]]["momentum_buffer"] = first["momenta"][name].to(weight.device, copy=True)

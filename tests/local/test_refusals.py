@@ -123,6 +123,24 @@ def test_one_rank_takes_the_outer_step_alone() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_a_layer_that_rests_after_a_flush_stays_where_that_left_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 5)
+    local = made(model, "topk:ratio=0.1", every=2)
+    for step in range(6):
+        local.zero_grad()
+        model(torch.randn(3, 40)).square().mean().backward()
+        if step >= 3:
+            model.weight.grad = None
+        local.step()
+        if step == 2:
+            local.flush()
+            before = model.weight.detach().clone()
+            assert local._fragments[0].session.resume.residual()["weight"].any()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_a_grad_scaler_steps_it() -> None:
     model = nn.Linear(3, 2, bias=False)
     start, scaler = model.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=8.0)
