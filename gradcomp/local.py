@@ -30,7 +30,7 @@ from gradcomp.engine.slots import Parameters, Slots
 from gradcomp.engine.updates.optimizers import note_apart
 from gradcomp.engine.updates.steps import calling_scaler, log_on_rank_0, warn_user
 from gradcomp.engine.weight_copies import WeightCopies
-from gradcomp.sites import check_sites, find_model, find_ranks
+from gradcomp.sites import check_sites, find_model, find_ranks, refuse_attached
 from gradcomp.spec import auto_of, make
 
 __all__ = ["LocalSteps"]
@@ -201,6 +201,8 @@ class LocalSteps:
         part, rest = divmod(counts["in_round"], interval := self._every // len(self._fragments))
         if not rest:
             self._check_parameters()
+            if not self._has_sites:
+                refuse_attached(self._model)
             self._apply()
             part = (part - 1) % len(self._fragments)  # the round is longer after one that failed
             moved = self._call_roll(False, [part])

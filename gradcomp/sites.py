@@ -48,11 +48,17 @@ def find_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         raise TypeError(_SHARDED)
     if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
         raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))
-    if not site and exchanged().intersection(map(id, model.parameters())):
+    if not site:
+        refuse_attached(model)
+    return model, site
+
+
+def refuse_attached(model: torch.nn.Module) -> None:
+    """Refuse a model whose updates attach() has all ranks exchange."""
+    if exchanged().intersection(map(id, model.parameters())):
         gc.collect()  # an exchange that nobody has any more
         if exchanged().intersection(map(id, model.parameters())):
             raise RuntimeError(_ATTACHED)
-    return model, site
 
 
 def find_ranks(device: torch.device, site: str) -> Connection:

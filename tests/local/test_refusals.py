@@ -78,6 +78,19 @@ def test_a_model_whose_updates_are_exchanged_is_refused_until_that_ends() -> Non
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_a_synchronization_is_refused_of_a_model_whose_updates_are_exchanged_since() -> None:
+    model = nn.Linear(3, 2)
+    local = made(model, every=1)
+    wrapped = DistributedDataParallel(model)
+    handle = gradcomp.ddp.attach(wrapped, "topk")
+    wrapped(torch.ones(3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"exchanged in every step already, .* handle\.remove\(\) first"):
+        local.step()
+    handle.remove()
+    local.step()
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_steps_after_a_flush_are_no_fault() -> None:
     """A program goes on under DDP, with the local steps still in a variable."""
     model = nn.Linear(3, 2)
