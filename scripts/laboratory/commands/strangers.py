@@ -45,6 +45,7 @@ EXAMPLES = """\
 examples:
   scripts/lab strangers --horovod ~/horovod
   scripts/lab strangers --programs accelerate-sync
+  scripts/lab strangers --programs torchft-diloco --name torchft
   scripts/lab strangers --programs run-clm --transformers ~/transformers --text tinyshakespeare.txt
 
 The Python that runs this needs accelerate for its program, and transformers, datasets and evaluate for run_clm.py. A program
@@ -117,6 +118,11 @@ def read_clm(folder: Path) -> dict[str, Any]:
     return {"first_loss": round(losses[0], 4), "train_loss": round(losses[-1], 4)}
 
 
+def read_local_steps(folder: Path) -> dict[str, Any]:
+    """Return what local steps came to."""
+    return dict(json.loads((folder / "found.json").read_text()))
+
+
 PROGRAMS = {
     "horovod-tests": Program(
         (EXACT, "topk"),
@@ -150,6 +156,13 @@ PROGRAMS = {
         ("transformers", "accelerate", "datasets", "evaluate"),
         "examples/pytorch/language-modeling/run_clm.py",
         tiny_gpt,
+    ),
+    "torchft-diloco": Program(
+        ("dense", "sign"),
+        "torchft",
+        f"{TORCHRUN} -m laboratory.strangers.local_steps '{{spec}}' {{folder}}/found.json",
+        read_local_steps,
+        ("torchft",),
     ),
 }
 
@@ -224,7 +237,7 @@ def summary(line: dict[str, Any]) -> str:
         return f"not run: {line['not_run']}"
     parts = [f"{line[key]} {key}" for key in ("passed", "skipped") if key in line]
     parts += [f"{len(line['failed'])} failed"] if "failed" in line else []
-    parts += [f"{key} {line[key]}" for key in ("first_loss", "train_loss") if key in line]
+    parts += [f"{key} {line[key]}" for key in ("first_loss", "train_loss", "perplexity", "bytes") if key in line]
     return ", ".join(parts) or ("passed" if line["status"] == 0 else f"failed: {line['error'][:100]}")
 
 
