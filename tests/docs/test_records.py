@@ -129,6 +129,16 @@ def test_every_trainer_has_a_loss_that_is_near() -> None:
     assert {line["seeds"] for line in plain["cells"]} == {3}
 
 
+def test_local_steps_train_as_torchfts_do() -> None:
+    """The page's sentence: as many bytes and the same perplexity with dense, and sign's."""
+    torchft, dense, sign = record("strangers-torchft")["lines"]
+    assert (torchft["spec"], dense["spec"], sign["spec"]) == ("", "dense", "sign")
+    assert (dense["perplexity"], dense["bytes"]) == (torchft["perplexity"], torchft["bytes"])
+    said = f"torchft {torchft['version']} and `dense` end with the same perplexity, {dense['perplexity']:.3f}, and bytes; "
+    said += f"`sign` with {sign['perplexity']:.3f} and {dense['bytes'] / sign['bytes']:.0f} times fewer"
+    assert said in " ".join((ROOT / "docs" / "frameworks.md").read_text().split())
+
+
 def test_the_outcomes_of_others_programs() -> None:
     """Programs that fail without gradcomp in the same way, on CPUs, are named apart."""
     lines = record("strangers")["lines"]
