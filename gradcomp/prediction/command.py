@@ -25,6 +25,7 @@ examples:
 
 --specs also takes baselines: none, stock (plain DDP), bf16, fp16, accumulate:steps=N. The first four are always predicted. A
 semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
+'sign every=30' predicts local steps, on average, which train differently and are not recommended by it.
 
 --fsdp always predicts none, stock, 'stock weights=bf16' and 'bf16 weights=bf16', which also reduces gradients in bfloat16.
 Specs that do not act over shards are left out.

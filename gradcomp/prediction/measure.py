@@ -38,6 +38,9 @@ FIRST, OTHERS = 2**20, 25 * 2**20
 NONE, STOCK, HALVES = "none", "stock", {"bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = (STOCK, *HALVES, "accumulate:steps=4")
 
+# Between a spec and the local steps after which it exchanges weight changes.
+EVERY = " every="
+
 # Does a step, and fills the network's parts.
 DoStep = Callable[[], None]
 
@@ -55,6 +58,14 @@ def accumulated(spec: str) -> int:
 def is_baseline(spec: str) -> bool:
     """Decide whether a spec is a baseline. Refuse an accumulation with a wrong number."""
     return spec in (NONE, STOCK, *HALVES) or accumulated(spec) > 0
+
+
+def local_steps(spec: str) -> tuple[str, int]:
+    """Divide "sign every=30" into the spec and the local steps; 0 for other specs. Refuse a wrong number."""
+    exchanged, is_local, every = spec.partition(EVERY)
+    if is_local and (not re.fullmatch("[1-9][0-9]*", every) or is_baseline(exchanged)):
+        raise ValueError(f"{spec!r} is not an exchange of local steps; write for example 'sign every=30'")
+    return exchanged, int(every) if is_local else 0
 
 
 def gradients(

@@ -93,7 +93,8 @@ class Prediction:
         # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
         takes_half = half.bytes < stock.bytes and halved > WORTH
         simple, how = (half, advices[half.spec]) if takes_half else (stock, "stay dense")
-        own = [each for each in self.lines if not measure.is_baseline(each.spec) and each.spec not in advices]
+        others = [each for each in self.lines if each.spec not in advices and measure.EVERY not in each.spec]
+        own = [each for each in others if not measure.is_baseline(each.spec)]
         if not own:
             which = "" if takes_half else f"{half.spec} is "
             return f"{how}: {which}{halved:.2f} x as fast as uncompressed. No spec was predicted."
@@ -157,8 +158,9 @@ def predict(
         backward_time: Seconds of a backward pass.
         optimizer_time: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
-            learns (lgc) is left out, and the prediction says so. Under FSDP2, "blocks weights=bf16" sends the weights in
-            bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks" as they are; specs without effect there are left out.
+            learns (lgc) is left out, and the prediction says so. "sign every=30" predicts local steps, on average. Under
+            FSDP2, "blocks weights=bf16" sends the weights in bfloat16, "blocks weights=blocks:bits=8" rounded, and "blocks"
+            as they are; specs without effect there are left out.
         fsdp: Predict FSDP2 over shards on all ranks. Each part of a list of modules, such as blocks.0, is sharded by itself.
         bucket_mb: The largest size of a bucket, or bucket_cap_mb. See gradcomp.ddp.attach().
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
@@ -200,7 +202,8 @@ def predict(
             step = step_over_shards(work, modules, link, world, overlaps=place.type == "cuda")
             lines.append(Line(spec, *step, sum(each.sent(world) for each in modules)))
             continue
-        buckets = measure.measure(spec, shapes, world, bucket_mb, place, types, measure.SECONDS)
+        exchanged, _ = measure.local_steps(spec)
+        buckets = measure.measure(exchanged, shapes, world, bucket_mb, place, types, measure.SECONDS)
         lines.append(_line(spec, work, buckets, link, world))
     where = f"kernels timed on this {_processor(place)}"
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -235,7 +238,8 @@ def device_for(model: object, device: str | torch.device | None = None) -> torch
 
 def _why_not(spec: str) -> str | None:
     """Return why a spec is not predicted under DDP; None: it is."""
-    return LEARNS if not measure.is_baseline(spec) and make(spec).traits.learns else None
+    exchanged, _ = measure.local_steps(spec)
+    return LEARNS if not measure.is_baseline(exchanged) and make(exchanged).traits.learns else None
 
 
 def _work(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
@@ -270,8 +274,13 @@ def _world(ranks: int, hosts: int) -> World:
 
 
 def _line(spec: str, work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> Line:
-    """Predict one way's step."""
-    step, passes = step_of(work, buckets, link, world), max(1, measure.accumulated(spec))
+    """Predict one way's step; of several passes, or local steps, that share an exchange, the mean."""
+    (_, every), passes = measure.local_steps(spec), max(1, measure.accumulated(spec))
+    if every:  # what travels is known after the last step
+        step = step_of(Work(0.0, 0.0, dict.fromkeys(work.ready, 1.0)), buckets, link, world)
+        count, more = every, every * (work.forward + work.backward + work.optimizer)
+    else:
+        step = step_of(work, buckets, link, world)
+        count, more = passes, (passes - 1) * (work.forward + work.backward)
     sent = sum(part.message.bytes for bucket in buckets for part in bucket.parts if part.message is not None)
-    more = (passes - 1) * (work.forward + work.backward)
-    return Line(spec, (step.seconds + more) / passes, step.encoding / passes, step.waiting / passes, sent // passes)
+    return Line(spec, (step.seconds + more) / count, step.encoding / count, step.waiting / count, sent // count)

@@ -19,10 +19,12 @@ from torch import nn
 import gradcomp
 from gradcomp.prediction import command, measure, recording_network
 from gradcomp.prediction.predict import device_for, shapes_of
+from laboratory.tasks.texts import Transformer
 
 SHAPES = {"a": (700, 1000), "b": (300, 1000)}
 TIMES: dict[str, Any] = {"forward_time": 0.01, "backward_time": 0.02}
 CPU = torch.device("cpu")
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,30 @@ def test_without_specs_the_advice_speaks_of_none(link: str, said: tuple[str, ...
     found = gradcomp.predict(SHAPES, 4, link=link, latency="1us", specs=["accumulate:steps=4"], **TIMES)
     assert found.advice.startswith(said) and "fastest spec" not in found.advice
     assert found["accumulate:steps=4"].seconds == pytest.approx((found["stock"].seconds + 3 * 0.03) / 4)
+
+
+@pytest.mark.usefixtures("steady")
+def test_local_steps_share_an_exchange() -> None:
+    """They train differently, so they are no candidates."""
+    found = gradcomp.predict(SHAPES, 4, link="10Mbit/s", latency="1us", specs=["sign every=30", "dense every=30"], **TIMES)
+    dense = found["dense every=30"]
+    assert dense.seconds == pytest.approx(0.03 + 1.5 * 4e6 / 1.25e6 / 30, rel=0.02)
+    assert dense.bytes == found["stock"].bytes // 30
+    assert found["sign every=30"].seconds == pytest.approx(0.03 + 3 * 4e6 / 32 / 1.25e6 / 30, rel=0.1)
+    assert "every" not in found.advice
+
+
+def test_predicted_local_steps_are_near_those_of_emulated_hosts() -> None:
+    record = json.loads((RECORDS / "train-local-10mbit.json").read_text())["runs"][0]
+    measured = {line["way"]: line for line in record["lines"]}
+    alone = measured["none"]["ms"]["median"] / 1000
+    settings = record["settings"]
+    model = Transformer(0, settings["width"], settings["depth"])
+    times = {"forward_time": alone / 3, "backward_time": alone * 2 / 3}
+    ways = {f"{spec} every=30": f"local:30/0.9/0.7/{spec}" for spec in ("sign", "dense")}
+    found = gradcomp.predict(model, record["hosts"], link="10Mbit/s", specs=[*ways], **times)
+    for spec, way in ways.items():
+        assert found[spec].seconds / alone == pytest.approx(measured[way]["over"]["none"]["median"], rel=0.1)
 
 
 @pytest.mark.usefixtures("steady")
@@ -141,6 +167,9 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
         ({"specs": ["accumulate:steps=0"]}, "'accumulate:steps=0' is not a way .*; write for example accumulate:steps=4"),
+        ({"specs": ["sign every=0"]}, "'sign every=0' is not an exchange of local steps; write for example 'sign every=30'"),
+        ({"specs": ["stock every=2"]}, "'stock every=2' is not an exchange of local steps"),
+        ({"specs": ["sign every=2"], "fsdp": True}, "sign every=2"),
         ({"model": {"w": (-3, -5)}}, r"the shape \[-3, -5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2.5,)}}, r"the shape \[2.5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2**63 - 1, 5)}}, "but a layer must have fewer than 2\\^31"),
