@@ -24,7 +24,7 @@ from gradcomp.engine.meeting import run
 from gradcomp.engine.outside_steps import OutsideSteps
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
-from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0
+from gradcomp.engine.roll_call import RollCall, take_that_of_rank_0, words_of_unlike
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slots
 from gradcomp.engine.updates.optimizers import note_apart
@@ -46,15 +46,12 @@ _SELDOM = (
     "in {rounds} synchronizations {spec} sends an entry {sends:.2g} times on average, and many changes come late or never: "
     "send a share of {share:.2g} or more, or sign"
 )
+_MOMENTUM = "{spec} has a momentum for gradients; local steps have that of their outer step: write outer_momentum= in its place"
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
     "the optimizer and the model have different parameters that are trained, such as {name}: its steps would not be exchanged. "
     "Pass one optimizer of all trained parameters; after an unfreezing or add_param_group(), flush() and make new LocalSteps"
-)
-_UNLIKE = (
-    "{places}: all ranks take the same number of steps up to a synchronization, and flush() between the same two. Let a rank "
-    "that has no batch, or leaves one out, call zero_grad() and step() as the others do, and start all ranks again"
 )
 _MISSING = (
     "the states of {missing} of {ranks} ranks are missing in the list: what they did after the last synchronization is left "
@@ -154,6 +151,8 @@ class LocalSteps:
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
         self._network, compressor = find_ranks(next(iter(weights.values())).device, site), make(spec)
+        if compressor.traits.momentum:
+            raise ValueError(_MOMENTUM.format(spec=compressor))
         if rounds is not None and 0 < (share := compressor.traits.share) * _whole("rounds", rounds) < SENDS:
             warn_user(_SELDOM.format(rounds=rounds, spec=compressor, sends=share * rounds, share=SENDS / rounds))
         if site:
@@ -169,21 +168,33 @@ class LocalSteps:
         self._fragments: list[Fragment] = []
         copies = WeightCopies(optimizer)
         for part in divided(weights, count):
-            self._fragments.append(Fragment(part, copies, session))
+            self._fragments.append(Fragment(part, copies, session, rate, momentum))
         for fragment in self._fragments:
             fragment.session.meet()
         if site:
             check_sites(self._network)
-        for name, each in model.named_parameters():
-            take_that_of_rank_0(each, self._network, f"weights of {name}")
-        self._buffers.begin_at_those_of_rank_0()
-        for fragment in self._fragments:
-            fragment.begin_at_weights(rate, momentum)
+        self._begin_at_those_of_rank_0()
         self._outside = OutsideSteps(optimizer)
         log_on_rank_0(f"gradcomp: {compressor} exchanges weight changes after every {every} local steps", self._network)
 
-    # A GradScaler calls step() in every step then, and tells it by found_inf and grad_scale.
-    _step_supports_amp_scaling = True
+    def _begin_at_those_of_rank_0(self) -> None:
+        """Give all ranks rank 0's weights and buffers, and make them the common start."""
+        for name, each in self._model.named_parameters():
+            take_that_of_rank_0(each, self._network, f"weights of {name}")
+        self._buffers.begin_at_those_of_rank_0()
+        for fragment in self._fragments:
+            fragment.begin_at_weights()
+
+    def _begin_at_loaded(self) -> None:
+        """Begin anew if any rank has loaded weights before its first step: they would count as progress."""
+        if not self._counts["steps"]:
+            has_loaded = not self._outside.count and any(any(each.moved()) for each in self._fragments)
+            self._roll_call.begin((False, 0, self._buffers.number), [has_loaded])
+            self._end_roll_call()
+            if self._roll_call.flags[0]:
+                self._begin_at_those_of_rank_0()
+
+    _step_supports_amp_scaling = True  # a GradScaler calls step() in every step then: see _is_skipped()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -193,16 +204,14 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the optimizer, and synchronize if it is due."""
+        self._begin_at_loaded()
         with self._outside.inside():
             loss = None if self._is_skipped() else self._optimizer.step() if closure is None else self._optimizer.step(closure)
-        counts = self._counts
-        counts["steps"] += 1
-        counts["in_round"] += 1
-        part, rest = divmod(counts["in_round"], interval := self._every // len(self._fragments))
+        self._counts["steps"] += 1
+        self._counts["in_round"] += 1
+        part, rest = divmod(self._counts["in_round"], interval := self._every // len(self._fragments))
         if not rest:
             self._check_parameters()
-            if not self._has_sites:
-                refuse_attached(self._model)
             self._apply()
             part = (part - 1) % len(self._fragments)  # the round is longer after one that failed
             moved = self._call_roll(False, [part])
@@ -305,9 +314,7 @@ class LocalSteps:
         states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else []
         with self._fragments[0].session.resume.refusing_together() as facts, saved.reading():
             if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
-                raise ValueError(
-                    "load_state_dict() got no state of LocalSteps; pass what state_dict() returns, or a list of it"
-                )
+                raise ValueError("load_state_dict() got no state of LocalSteps; pass state_dict()'s result, or a list of them")
             for each in states:
                 self._check_state(each)
             parts = [[*each] for each in zip(*[saved.sequence(each, "fragments") for each in states], strict=True)]
@@ -346,11 +353,7 @@ class LocalSteps:
         for fragment, part in zip(self._fragments, parts, strict=True):
             fragment.check(part)
         self._buffers.check(saved.table(state, "buffers"))
-        optimizer = saved.table(state, "optimizer")
-        saved.check_form(optimizer, saved.table(state, "form"), "the optimizer's state")
-        groups = [saved.sequence(each, "params") for each in saved.sequence(optimizer, "param_groups")]
-        if groups != [each["params"] for each in self._optimizer.state_dict()["param_groups"]]:
-            raise ValueError("the state is of an optimizer of other parameters; load it into one of the same parameters")
+        saved.check_optimizer(state, self._optimizer)
 
     def _call_roll(self, flushes: bool, parts: Sequence[int]) -> list[bool]:
         """Begin to tell the other ranks what this one begins: the exchange of these fragments. Return the flags."""
@@ -388,19 +391,19 @@ class LocalSteps:
         """End the roll call, if one is under way. Refuse ranks that began unlike exchanges, at the first wait after it."""
         if not (places := self._roll_call.end()):
             return
-        if len({tuple(each[:1]) if each[0] else tuple(each[:2]) for each in places}) > 1:
-            words = [
-                f"rank {rank} {'calls flush()' if flushes else 'synchronizes'} after step {step} of {self._every}"
-                for rank, (flushes, step, _) in enumerate(places)
-            ]
-            first = next(i for i, each in enumerate(places) if each[:2] != places[0][:2])
-            self._unlike = _UNLIKE.format(places=f"{words[0]}, and {words[first]}")
+        self._unlike = words_of_unlike([each[:2] for each in places], self._every)
+        if self._unlike:
             raise RuntimeError(self._unlike)
         self._have_unlike_buffers = len({number for *_, number in places}) > 1
         self._begin_buffers()
 
     def _check_parameters(self) -> None:
-        """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others."""
+        """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others.
+
+        Refuse one whose updates attach() has all ranks exchange in every step.
+        """
+        if not self._has_sites:
+            refuse_attached(self._model)
         exchanged = {id(each) for each in self._weights}
         stepped = {id(each) for group in self.param_groups for each in group["params"] if each.requires_grad}
         names = {id(each): repr(name) for name, each in self._model.named_parameters()}
@@ -416,9 +419,8 @@ class LocalSteps:
             return
         self._end_roll_call()
         self._under_way = None
-        succeeded = fragment.end(
-            self._of(self._fragments.index(fragment), self._roll_call.flags), keeps_own and not self._has_sites
-        )
+        moved = self._of(self._fragments.index(fragment), self._roll_call.flags)
+        succeeded = fragment.end(moved, keeps_own and not self._has_sites)
         traffic = fragment.session.reducer.traffic
         sent = (traffic.between_hosts if self._has_sites else traffic.sent) + self._buffers.end(succeeded)
         if not succeeded:  # one that stayed would spoil the others again

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 # No count of a training is larger. Kernels add to steps, as 64-bit integers.
 MOST = 2**53
@@ -161,3 +162,12 @@ def check_form(value: Any, expected: Any, what: str) -> None:
         check_int(value, what, -MOST)
     elif isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{what} is not a number: {REMEDY}")
+
+
+def check_optimizer(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse the optimizer's state, with its form, in a state, if it is damaged or of other parameters."""
+    found = table(state, "optimizer")
+    check_form(found, table(state, "form"), "the optimizer's state")
+    groups = [sequence(each, "params") for each in sequence(found, "param_groups")]
+    if groups != [each["params"] for each in optimizer.state_dict()["param_groups"]]:
+        raise ValueError("the state is of an optimizer of other parameters; load it into one of the same parameters")

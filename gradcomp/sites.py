@@ -48,8 +48,6 @@ def find_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         raise TypeError(_SHARDED)
     if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
         raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))
-    if not site:
-        refuse_attached(model)
     return model, site
 
 

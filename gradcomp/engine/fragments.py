@@ -26,21 +26,28 @@ class Fragment:
     and do not make the same progress again.
     """
 
-    def __init__(self, weights: Mapping[str, torch.nn.Parameter], copies: WeightCopies, make: Callable[[Slots], Session]):
+    def __init__(
+        self,
+        weights: Mapping[str, torch.nn.Parameter],
+        copies: WeightCopies,
+        make: Callable[[Slots], Session],
+        rate: float,
+        momentum: float,
+    ):
         self.weights, self.copies = weights, copies
         self.starts = {name: torch.nn.Parameter(each.detach().float().clone()) for name, each in weights.items()}
         self.session = make(Slots([Slot(name, each.shape, each.device, each) for name, each in self.starts.items()]))
+        self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
         self._progress: list[Tensor] = []
         self._sent_at: list[Tensor] = []  # the weights when the exchange began; none where no inner step follows
         # The layers whose weights went on from the start minus the residual. One that rests stays where it was.
         self._kept: set[str] = set()
 
     @torch.no_grad()
-    def begin_at_weights(self, rate: float, momentum: float) -> None:
+    def begin_at_weights(self) -> None:
         """Make the present weights the common start."""
         for start, weight in zip(self.starts.values(), self.weights.values(), strict=True):
             start.copy_(weight)
-        self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
 
     @torch.no_grad()
     def moved(self) -> list[bool]:

@@ -20,10 +20,13 @@ _OUTSIDE = (
 
 
 class OutsideSteps:
-    """Counts them, by a hook on the optimizer, as long as this object lives."""
+    """Counts them, by a hook on the optimizer, as long as this object lives.
+
+    count: since the last step of LocalSteps.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        self._is_inside, self._count, self._is_paused = False, 0, False
+        self._is_inside, self.count, self._is_paused = False, 0, False
         hooks: dict[int, Any] | None = getattr(optimizer, "_optimizer_step_post_hooks", None)
         if hooks is not None:  # a wrapper of a trainer may have none
             for key in [key for key, each in hooks.items() if isinstance(each, _Hook)]:
@@ -33,7 +36,7 @@ class OutsideSteps:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Take a step of LocalSteps."""
-        self._is_inside, self._count, self._is_paused = True, 0, False
+        self._is_inside, self.count, self._is_paused = True, 0, False
         try:
             yield
         finally:
@@ -47,8 +50,8 @@ class OutsideSteps:
         """Note a step."""
         if self._is_inside or self._is_paused:
             return
-        self._count += 1
-        if self._count == MOST:
+        self.count += 1
+        if self.count == MOST:
             warn_user(_OUTSIDE.format(name=type(optimizer).__name__))
 
 

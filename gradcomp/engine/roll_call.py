@@ -10,6 +10,11 @@ from torch import Tensor
 from gradcomp.core.requests import Reduce
 from gradcomp.networks import Answer, Connection, gather
 
+_UNLIKE = (
+    "{places}: all ranks take the same number of steps up to a synchronization, and flush() between the same two. Let a rank "
+    "that has no batch, or leaves one out, call zero_grad() and step() as the others do, and start all ranks again"
+)
+
 
 class RollCall:
     """The numbers by which ranks tell each other what each of them begins. They travel as the first message of an exchange.
@@ -41,6 +46,18 @@ class RollCall:
         end = self._network.world.size * self._width
         self.flags = told[end:].ne(0).tolist()
         return [[int(each) for each in own] for own in told[:end].view(-1, self._width).tolist()]
+
+
+def words_of_unlike(places: Sequence[Sequence[int]], every: int) -> str:
+    """Say where ranks are that have begun unlike exchanges; "" if all began one. places: whether each flushes, and its step."""
+    if len({tuple(each[:1]) if each[0] else tuple(each) for each in places}) == 1:
+        return ""
+    words = [
+        f"rank {rank} {'calls flush()' if flushes else 'synchronizes'} after step {step} of {every}"
+        for rank, (flushes, step) in enumerate(places)
+    ]
+    first = next(i for i, each in enumerate(places) if each != places[0])
+    return _UNLIKE.format(places=f"{words[0]}, and {words[first]}")
 
 
 @torch.no_grad()

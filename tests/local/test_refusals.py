@@ -62,6 +62,15 @@ def test_a_spec_that_sends_an_entry_too_seldom_is_warned_of() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("spec", ["topk:momentum=0.9", "sign; *bias=topk:momentum=0.5"])
+def test_a_momentum_for_gradients_is_refused(spec: str) -> None:
+    """It would be taken for the share of a gradient that a step delivers, and make all progress ten times as large."""
+    with pytest.raises(ValueError, match=r"write outer_momentum= in its place"):
+        made(spec=spec)
+    made(spec="topk:momentum=0")
+
+
+@pytest.mark.usefixtures("group_of_one")
 def test_a_wrapped_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"pass the model inside it, model\.module"):
         made(DistributedDataParallel(nn.Linear(3, 2)))

@@ -88,7 +88,7 @@ def trouble() -> dict[str, Any]:
     for optimizer in (torch.optim.SGD(model[0].parameters()), torch.optim.SGD([*model.parameters(), *one().parameters()])):
         with pytest.raises(RuntimeError, match="different parameters that are trained"):
             gradcomp.local.LocalSteps(model, optimizer, "dense")
-    return found | buffers(rank) | loaded(rank)
+    return found | buffers(rank) | loaded(rank) | loaded_before(rank)
 
 
 class Ema(nn.Linear):
@@ -125,6 +125,25 @@ def loaded(rank: int) -> dict[str, Any]:
         steps(one(), [], every=4).load_state_dict(saved)
     except ValueError as error:
         found["other every"] = str(error)
+    return found
+
+
+def loaded_before(rank: int) -> dict[str, Any]:
+    """Load weights after LocalSteps() was made: on all ranks, on one of them, and beside steps that it did not take."""
+    found = {}
+    for who in ("all", "the second", "stepped"):
+        model = one()
+        local = steps(model, [], every=2, outer_lr=0.9, outer_momentum=0.7)
+        if who == "stepped":
+            model.weight.grad = torch.full((1, 1), 10.0 * rank)
+            local._optimizer.step()
+        elif who == "all" or rank:
+            model.load_state_dict({"weight": torch.full((1, 1), 5.0)})
+        for _ in range(2):
+            local.zero_grad()
+            model.weight.sum().backward()
+            local.step()
+        found[f"loaded by {who}"] = model.weight.item()
     return found
 
 
@@ -180,3 +199,12 @@ def test_a_state_is_loaded_as_it_was() -> None:
         before, after = rank["after"]
         assert before == after and rank["rate"] == 0.5
         assert "the state has every=2" in rank["other every"]
+
+
+def test_weights_that_are_loaded_before_the_first_step_are_a_start() -> None:
+    """They would count as progress, which the outer step makes larger. Those of steps do."""
+    outer = 0.9 * (1 + 0.7)
+    for found in launched():
+        assert found["loaded by all"] == pytest.approx(5 - outer * 0.2)
+        assert found["loaded by the second"] == pytest.approx(1 - outer * 0.2)
+        assert found["loaded by stepped"] == pytest.approx(1 - outer * (0.2 + 0.5))
