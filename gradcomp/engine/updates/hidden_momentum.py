@@ -42,11 +42,13 @@ class Rule(NamedTuple):
     """The setting of a class that is its momentum.
 
     buffer: the first moment in its state. second: the second moment, by which its steps are divided; "" if there is none.
+    rectifies: steps are shorter as long as the second moment is of few gradients.
     """
 
     setting: str
     buffer: str
     second: str = ""
+    rectifies: bool = False
 
 
 # Exact classes: a subclass may use a setting of the same name in another way.
@@ -56,7 +58,7 @@ RULES: Mapping[type, Rule] = {
     torch.optim.Adam: Rule("betas", "exp_avg", second="exp_avg_sq"),
     torch.optim.AdamW: Rule("betas", "exp_avg", second="exp_avg_sq"),
     torch.optim.NAdam: Rule("betas", "exp_avg", second="exp_avg_sq"),
-    torch.optim.RAdam: Rule("betas", "exp_avg", second="exp_avg_sq"),
+    torch.optim.RAdam: Rule("betas", "exp_avg", second="exp_avg_sq", rectifies=True),
     torch.optim.Adamax: Rule("betas", "exp_avg", second="exp_inf"),
 }
 
@@ -289,8 +291,14 @@ def _root(state: Mapping[str, Any], group: Group, rule: Rule) -> Tensor:
     second = local(state[rule.second])
     if rule.second == "exp_inf":
         return second.clamp(min=group["eps"])
+    beta = group["betas"][1]
     steps = torch.as_tensor(state["step"], dtype=torch.float32, device=second.device)
-    root: Tensor = (second / (1 - group["betas"][1] ** steps).clamp(min=1e-8)).sqrt() + group["eps"]
+    root: Tensor = (second / (1 - beta**steps).clamp(min=1e-8)).sqrt() + group["eps"]
+    if rule.rectifies:  # L. Liu and others, "On the Variance of the Adaptive Learning Rate and Beyond" (2019), algorithm 2
+        most = 2 / (1 - beta) - 1
+        length = most - 2 * steps * beta**steps / (1 - beta**steps).clamp(min=1e-8)
+        share = ((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)).clamp(min=0).sqrt()
+        root = torch.where(length > 5, root / share, 1.0)
     return root
 
 
