@@ -46,7 +46,6 @@ _SELDOM = (
     "in {rounds} synchronizations {spec} sends an entry {sends:.2g} times on average, and many changes come late or never: "
     "send a share of {share:.2g} or more, or sign"
 )
-_MOMENTUM = "{spec} has a momentum for gradients; local steps have that of their outer step: write outer_momentum= in its place"
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
@@ -151,8 +150,6 @@ class LocalSteps:
         self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
         self._check_parameters()
         self._network, compressor = find_ranks(next(iter(weights.values())).device, site), make(spec)
-        if compressor.traits.momentum:
-            raise ValueError(_MOMENTUM.format(spec=compressor))
         if rounds is not None and 0 < (share := compressor.traits.share) * _whole("rounds", rounds) < SENDS:
             warn_user(_SELDOM.format(rounds=rounds, spec=compressor, sends=share * rounds, share=SENDS / rounds))
         if site:
