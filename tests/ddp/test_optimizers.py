@@ -6,7 +6,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -163,30 +162,6 @@ def test_optimizers_that_share_layers_deliver_by_their_own_momenta() -> None:
         return run
 
     same(training)
-
-
-@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.optim.AdamW, lr=0.002)])
-@pytest.mark.parametrize("spec", [SPEC, "orq"])
-def test_no_step_is_long_where_optimizers_are_found_to_take_turns(kind: Any, spec: str) -> None:
-    """What the residual held back for their momentum goes into the moments of the one that steps."""
-
-    def lengths(spec: str | None) -> list[float]:
-        run = Run(kind, spec)
-        both, found, before = [run.optimizer, kind(run.model.parameters())], [], weights(run)
-        for step in range(3):
-            run.model.zero_grad()
-            run.loss(step).backward()
-            for each in both:
-                each.step()
-            found.append(float((weights(run) - before).norm()))
-            before = weights(run)
-        return found
-
-    def weights(run: Run) -> Tensor:
-        return torch.cat([each.detach().flatten() for each in run.model.parameters()])
-
-    ratios = [ours / torchs for ours, torchs in zip(lengths(spec), lengths(None), strict=True)]
-    assert max(ratios[1:]) < 1.3, ratios
 
 
 @pytest.mark.parametrize("at_4", ["change", "load", "wrap"])

@@ -44,8 +44,8 @@ UPDATES_FAULTS: Table = {
         },
         ("test_hidden_momentum.py", "test_random_programs.py"): {
             "RMSprop has no momentum to go on with after a change to gradients": (
-                "  state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)",
-                "  pass",
+                "state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)",
+                "pass",
             ),
         },
         ("test_step_exchange.py",): {

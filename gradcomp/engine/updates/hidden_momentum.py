@@ -94,7 +94,7 @@ class HiddenMomentum:
         own: Collection[int],
         exchanged: Collection[int] = (),
     ):
-        self._optimizer, self.given, self._own = weakref.ref(optimizer), given, own
+        self._optimizer, self._given, self._own = weakref.ref(optimizer), given, own
         rule = RULES.get(class_of(optimizer))
         self.divides = rule is not None and bool(rule.second)
         if given is not None and not given.hides:
@@ -126,7 +126,7 @@ class HiddenMomentum:
         if self.rule is None or id(group) not in self._groups:
             return Momentum()
         own = float(_value(group, self.rule))
-        return self.given or Momentum(own if own < 1 else 0.0, bool(group.get("nesterov", False)))
+        return self._given or Momentum(own if own < 1 else 0.0, bool(group.get("nesterov", False)))
 
     def hide(self) -> None:
         """Let the optimizer step without momentum, and with the whole effect of each gradient. Do nothing if it does."""
@@ -140,9 +140,9 @@ class HiddenMomentum:
             if id(group) not in self._groups or (id(group), self.rule.setting) in hidden:
                 continue
             own = float(_value(group, self.rule))
-            momentum = own if self.given is None else self.given.value
+            momentum = own if self._given is None else self._given.value
             values: Group = {}
-            if own >= 1 and self.given is None:  # a sum of all gradients is no queue: it stays
+            if own >= 1 and self._given is None:  # a sum of all gradients is no queue: it stays
                 continue
             if self.rule.setting == "betas":  # a moment is a mean: all of a gradient's effect is that of one step
                 values = {"betas": (0.0, group["betas"][1])}
@@ -253,30 +253,11 @@ class HiddenMomentum:
                     continue
                 if not (moment := local(moment)).any():  # as in a state of an exchange of updates: what waits has its ages
                     continue
-                step = moment * _effect(group, momentum)
+                step = moment * (group["lr"] * m * (m if momentum.nesterov else 1.0) / (1 - m))
                 if rule.setting == "betas":
                     step = step / _root(state, group, rule)
                 moment.zero_()
                 yield parameter, step
-
-    @torch.no_grad()
-    def put_undelivered(self, held: Mapping[int, Tensor]) -> None:
-        """Let the optimizer's first moments deliver what take_undelivered() would take. held: by the parameter's id."""
-        if (optimizer := self._optimizer()) is None or (rule := self.rule) is None:
-            return
-        for group in optimizer.param_groups:
-            momentum = Momentum(float(_value(group, rule)), bool(group.get("nesterov", False)))
-            for parameter in [each for each in group["params"] if id(each) in held]:
-                state, more = optimizer.state[parameter], held[id(parameter)] / _effect(group, momentum)
-                if not isinstance(moment := state.get(rule.buffer), Tensor):
-                    moment = state[rule.buffer] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                local(moment).add_(more * _root(state, group, rule) if rule.setting == "betas" else more)
-
-
-def _effect(group: Group, momentum: Momentum) -> float:
-    """Return how far a first moment of 1 moves a weight in the steps to come, but for the second moment."""
-    m = momentum.value
-    return float(group["lr"]) * m * (m if momentum.nesterov else 1.0) / (1 - m)
 
 
 def _scheduled(own: float, hidden: float, now: float) -> float:

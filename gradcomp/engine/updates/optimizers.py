@@ -133,10 +133,10 @@ class Optimizers:
         """The ids of the parameters whose residual stands for a momentum."""
         return {number for number, name in self.names.items() if name not in self._shared}
 
-    def share_taken(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> set[str]:
+    def share_taken(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
         """Let the optimizers that take turns on layers keep their momenta from the next step on: this one has stepped again.
 
-        Return the layers. is_inner: another one's step calls this one, and takes no turns with it.
+        is_inner: another one's step calls this one, and takes no turns with it.
         """
         layers = self.taken.pop(weakref.ref(optimizer), set()) - self._shared
         if layers and not is_inner:
@@ -144,18 +144,6 @@ class Optimizers:
             for each in self.every():
                 each.momentum.give_back()
             steps.look_anew()
-            return layers
-        return set()
-
-    def return_held(self, trained: Trained, layers: set[str]) -> None:
-        """Give the moments of an optimizer what waits in these layers' residuals for a momentum, which it keeps again."""
-        held: dict[int, Tensor] = {}
-        for bucket in trained.buckets if trained.momentum.given is None else ():
-            if bucket.progress is not None and bucket.progress.rule.momentum.value and layers.issuperset(bucket.layout.names):
-                for name, each in bucket.layout.views(bucket.progress.take_held()).items():
-                    parameter = self._slots.parameters[name]
-                    held[id(parameter)] = self._slots.by_id[id(parameter)].shaped(each)
-        trained.momentum.put_undelivered(held)
 
     def _look_at(self, optimizer: torch.optim.Optimizer, given: Momentum | None, before: Trained | None) -> Trained | None:
         elsewhere = steps.exchanged_by_later(self._session())

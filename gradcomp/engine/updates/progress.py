@@ -263,13 +263,6 @@ class Progress:
         if self.ages is None and self.selects:
             self.ages = torch.zeros(self.layout.total, dtype=torch.uint8, device=self.layout.device)
 
-    def take_held(self) -> Tensor:
-        """Take what waits for the momentum alone: of an entry sent tau steps ago, the share m^tau of its residual."""
-        ages = torch.zeros((), dtype=torch.int64) if self.ages is None else self.ages.long()
-        held = self.residual * (1 - self._shares[1][ages.to(self.residual.device)])
-        self.residual.sub_(held)
-        return held
-
     def _make_shares(self, momentum: Momentum) -> None:
         shares = torch.tensor(momentum.shares())
         self._shares = momentum, shares.to(self.layout.device, non_blocking=self.layout.device.type != "cpu")

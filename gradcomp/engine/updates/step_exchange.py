@@ -302,7 +302,8 @@ class StepExchange:
                 session.take_turn()
 
     def _exchange(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
-        shared = self.optimizers.share_taken(optimizer, is_inner=self.in_step > 1) if self.optimizers.taken else None
+        if self.optimizers.taken:
+            self.optimizers.share_taken(optimizer, is_inner=self.in_step > 1)
         trained.momentum.show()
         trained.has_begun = False
         self.in_step -= 1
@@ -335,8 +336,6 @@ class StepExchange:
                 if not bucket.has_started:  # this rank alone has stepped
                     bucket.progress.go_back()
             raise
-        if shared:
-            self.optimizers.return_held(trained, shared)
         trained.exchanges += 1
         self.since_meeting += 1
         if size > 1 and (self.since_meeting in FIRST_COMPARED or self.since_meeting % COMPARED_EVERY == 0):
