@@ -268,18 +268,22 @@ def _scheduled(own: float, hidden: float, now: float) -> float:
 
 
 def _root(state: Mapping[str, Any], group: Group, rule: Rule) -> Tensor:
-    """Return what a class by Adam divides its first moment by."""
+    """Return what a class by Adam divides its first moment by, in the next step."""
     second = local(state[rule.second])
     if rule.second == "exp_inf":
         return second.clamp(min=group["eps"])
-    beta = group["betas"][1]
-    steps = torch.as_tensor(state["step"], dtype=torch.float32, device=second.device)
-    root: Tensor = (second / (1 - beta**steps).clamp(min=1e-8)).sqrt() + group["eps"]
+    if group.get("amsgrad"):
+        second = local(state["max_exp_avg_sq"])
+    (first, beta), steps = group["betas"], float(state["step"])
+    root: Tensor = (second / max(1 - beta**steps, 1e-8)).sqrt() + group["eps"]
+    if "momentum_decay" in group:  # NAdam's own momentum, by which it takes the moment
+        root = root / (first * (1 - 0.5 * 0.96 ** ((steps + 1) * group["momentum_decay"])))
     if rule.rectifies:  # L. Liu and others, "On the Variance of the Adaptive Learning Rate and Beyond" (2019), algorithm 2
         most = 2 / (1 - beta) - 1
-        length = most - 2 * steps * beta**steps / (1 - beta**steps).clamp(min=1e-8)
-        share = ((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)).clamp(min=0).sqrt()
-        root = torch.where(length > 5, root / share, 1.0)
+        length = most - 2 * steps * beta**steps / max(1 - beta**steps, 1e-8)
+        if length <= 5:
+            return torch.ones_like(root)
+        return root / math.sqrt((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length))
     return root
 
 

@@ -336,15 +336,17 @@ def test_the_momentum_of_torchs_own_checkpoint_is_delivered() -> None:
 
 
 @pytest.mark.parametrize("steps", [40, 200])
-@pytest.mark.parametrize("kind", [Adam, AdamW, NAdam, RAdam, Adamax, RMSprop])
-def test_a_first_moment_of_adams_kin_is_the_sum_of_steps_to_come(kind: type, steps: int) -> None:
-    """Those are the steps without a gradient, if the second moment stays."""
-    settings = {"lr": 0.01, **({"momentum": 0.8, "alpha": 0.9} if kind is RMSprop else {"betas": (0.8, 0.9999)})}
+@pytest.mark.parametrize("kind", [Adam, partial(AdamW, amsgrad=True), NAdam, RAdam, Adamax, RMSprop])
+def test_a_first_moment_of_adams_kin_is_the_sum_of_steps_to_come(kind: Any, steps: int) -> None:
+    """Those are the steps without a gradient, if the second moment, and corrections by the number of steps, stay."""
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9 if isinstance(kind, partial) else 0.9999), "weight_decay": 0.0}
+    if kind is RMSprop:
+        settings = {"lr": 0.01, "momentum": 0.8, "alpha": 0.9}
     weight = nn.Parameter(torch.zeros(50))
     optimizer = kind([weight], **settings)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        weight.grad = 1 + 0.01 * torch.randn(50, generator=generator)
+    for number in range(steps):
+        weight.grad = 1 + 0.01 * torch.randn(50, generator=generator) + 99 * (number == 0)
         optimizer.step()
     now = weight.detach().clone()
     other = nn.Parameter(now.clone())
@@ -359,4 +361,4 @@ def test_a_first_moment_of_adams_kin_is_the_sum_of_steps_to_come(kind: type, ste
     moment = "momentum_buffer" if kind is RMSprop else "exp_avg"
     ((parameter, step),) = [(each, step.clone()) for each, step in hidden_of(optimizer).take_undelivered()]
     assert parameter is weight and not optimizer.state[weight][moment].any()
-    torch.testing.assert_close(now - step, other.detach(), rtol=0.08, atol=0)
+    torch.testing.assert_close(step, now - other.detach(), rtol=0.05, atol=0)
