@@ -136,9 +136,8 @@ class LocalSteps:
         weights = {slot.name: slot.parameter for slot in parameters.slots}
         if not weights:
             raise ValueError(_NOTHING)
-        for name, each in weights.items():
-            if each.dtype not in GRADIENT_TYPES:
-                raise ValueError(_FORM.format(name=name, form=each.dtype))
+        if other := [(name, each.dtype) for name, each in weights.items() if each.dtype not in GRADIENT_TYPES]:
+            raise ValueError(_FORM.format(name=other[0][0], form=other[0][1]))
         if self._every % count or count > len(weights):
             raise ValueError(f"fragments={count} must divide every={every}, and be at most {len(weights)}, the parameters")
         rate, momentum = _number("outer_lr", outer_lr, RATE), _number("outer_momentum", outer_momentum, MOMENTUM)
@@ -183,8 +182,8 @@ class LocalSteps:
             fragment.begin_at_weights()
 
     def _begin_at_loaded(self) -> None:
-        """Begin anew if any rank has loaded weights before its first step: they would count as progress."""
-        if not self._counts["steps"]:
+        """Begin anew if any rank has loaded weights before its first step: they would count as progress. All ranks, once."""
+        if self._roll_call.is_first:
             has_loaded = not self._outside.count and any(any(each.moved()) for each in self._fragments)
             self._roll_call.begin((False, 0, self._buffers.number), [has_loaded])
             self._end_roll_call()
@@ -245,6 +244,7 @@ class LocalSteps:
         Raises:
             RuntimeError: Another rank synchronizes after a step in the meantime. It raises there, too.
         """
+        self._begin_at_loaded()
         self._check_parameters()
         self._apply()
         self._call_roll(True, range(len(self._fragments)))
@@ -286,6 +286,7 @@ class LocalSteps:
         Example:
             >>> torch.save(local.state_dict(), f"rank-{rank}.pt")
         """
+        self._begin_at_loaded()
         self._apply()
         return {
             "every": self._every,
@@ -333,6 +334,7 @@ class LocalSteps:
             warn_user(_MISSING.format(missing=missing, ranks=missing + len(states)))
         self._buffers.load_state_dict(given["buffers"])
         note_apart(self._weights)
+        self._roll_call.is_first = False
         self._counts = {name: given["counts"][name] for name in self._counts}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

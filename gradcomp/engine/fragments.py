@@ -16,7 +16,7 @@ from gradcomp.engine.state import residual_views, saved_residual
 from gradcomp.engine.weight_copies import WeightCopies
 
 _OF_GRADIENTS = (
-    "{spec} has momentum= or clip=, which are for gradients, and would act on all progress: leave them out, and write "
+    "{spec} has a momentum, or clip=, which are for gradients, and would act on all progress: leave them out, and write "
     "outer_momentum= or clip the gradients before local.step()"
 )
 
@@ -43,7 +43,7 @@ class Fragment:
         self.starts = {name: torch.nn.Parameter(each.detach().float().clone()) for name, each in weights.items()}
         self.session = make(Slots([Slot(name, each.shape, each.device, each) for name, each in self.starts.items()]))
         for feedback in [bucket.feedback for bucket in self.session.reducer.buckets]:
-            if feedback is not None and (feedback.set_momentum or feedback.clip):
+            if feedback is not None and (feedback.traits.momentum or feedback.clip):
                 raise ValueError(_OF_GRADIENTS.format(spec=feedback))
         self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
         self._progress: list[Tensor] = []

@@ -20,16 +20,18 @@ class RollCall:
     """The numbers by which ranks tell each other what each of them begins. They travel as the first message of an exchange.
 
     Ranks that begin unlike exchanges would wait for each other's messages, or read one for another.
-    flags: of the last roll call that has ended, those that were set on any rank.
+    flags: of the last roll call that has ended, those that were set on any rank. is_first: the next one is.
     """
 
     def __init__(self, network: Connection):
         self._network = network
         self._answer: Answer | None = None
         self.flags: list[bool] = []
+        self.is_first = True
 
     def begin(self, own: Sequence[int], flags: Sequence[bool]) -> None:
         """Begin to exchange numbers below 2^24, and flags. They are as many on all ranks."""
+        self.is_first = False
         of_ranks = torch.zeros(self._network.world.size, len(own))
         of_ranks[self._network.world.rank] = torch.tensor(own)
         self._width = len(own)

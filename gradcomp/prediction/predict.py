@@ -97,7 +97,7 @@ class Prediction:
         own = [each for each in others if not measure.is_baseline(each.spec)]
         if not own:
             which = "" if takes_half else f"{half.spec} is "
-            return f"{how}: {which}{halved:.2f} x as fast as uncompressed. No spec was predicted."
+            return f"{how}: {which}{halved:.2f} x as fast as uncompressed. No spec for every step was predicted."
         best = min(own, key=lambda line: line.seconds)
         gain = simple.seconds / best.seconds
         if gain <= WORTH:

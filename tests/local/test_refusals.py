@@ -62,10 +62,10 @@ def test_a_spec_that_sends_an_entry_too_seldom_is_warned_of() -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("spec", ["topk:momentum=0.9", "sign; *bias=topk:momentum=0.5", "topk:clip=0.5"])
+@pytest.mark.parametrize("spec", ["topk:momentum=0.9", "sign; *bias=topk:momentum=0.5", "topk:clip=0.5", "sdagc:sam=0.5"])
 def test_a_momentum_or_a_clip_for_gradients_is_refused(spec: str) -> None:
     """A momentum would make all progress ten times as large, and what is clipped would be lost."""
-    with pytest.raises(ValueError, match=r"has momentum= or clip=, .* write outer_momentum="):
+    with pytest.raises(ValueError, match=r"has a momentum, or clip=, .* write outer_momentum="):
         made(spec=spec)
     made(spec="topk:momentum=0")
 

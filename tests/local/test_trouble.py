@@ -144,6 +144,15 @@ def loaded_before(rank: int) -> dict[str, Any]:
             model.weight.sum().backward()
             local.step()
         found[f"loaded by {who}"] = model.weight.item()
+    model = one()
+    local = steps(model, [], every=2)
+    model.load_state_dict({"weight": torch.full((1, 1), 5.0)})
+    if rank:  # one rank has a batch, and the other none
+        local.zero_grad()
+        model.weight.sum().backward()
+        local.step()
+    local.flush()
+    found["flushed"] = model.weight.item()
     return found
 
 
@@ -208,3 +217,4 @@ def test_weights_that_are_loaded_before_the_first_step_are_a_start() -> None:
         assert found["loaded by all"] == pytest.approx(5 - outer * 0.2)
         assert found["loaded by the second"] == pytest.approx(1 - outer * 0.2)
         assert found["loaded by stepped"] == pytest.approx(1 - outer * (0.2 + 0.5))
+        assert found["flushed"] == pytest.approx(5 - 0.05)
