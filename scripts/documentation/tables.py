@@ -273,12 +273,17 @@ class Trained(NamedTuple):
         return LAW[self.parameters].get(self.ranks) if is_of_it else None
 
     @property
-    def over(self) -> list[float]:
-        """Return by how many percent the loss of a held-out byte is above DDP's, by seed."""
+    def ddps(self) -> list[float]:
+        """Return DDP's perplexities by the seeds of this way."""
         assert self.base is not None
         ddp = dict(zip(self.base["seeds"], self.base["scores"], strict=True))
-        both = zip(self.line["seeds"], self.line["scores"], strict=True)
-        return [100 * (math.log(own) / math.log(ddp[seed]) - 1) for seed, own in both]
+        return [ddp[seed] for seed in self.line["seeds"]]
+
+    @property
+    def over(self) -> list[float]:
+        """Return by how many percent the loss of a held-out byte is above DDP's, by seed."""
+        both = zip(self.line["scores"], self.ddps, strict=True)
+        return [100 * (math.log(own) / math.log(ddp) - 1) for own, ddp in both]
 
     @property
     def order(self) -> tuple[int, float]:
@@ -310,12 +315,11 @@ def local_steps() -> Rows:
     rows[0] += ["bytes, DDP's / sent", "rate; outer, momentum", "seeds"]
     before = ""
     for each in local_trainings():
-        way, line, base = each.way, each.line, each.base
-        assert base is not None
+        way, line = each.way, each.line
         cells = [each.about if each.about != before else "", f"{each.ranks if way else ''}"]
         cells += [f"`every={way.every}`, `{way.spec}`" if way else "DDP", f"{fmean(map(math.log, line['scores'])):.3f}"]
         cells += [f"{fmean(each.over):+.1f} %" if way else "", figure(each.law, "{:+.1f} %", ""), f"{line['score']:.2f}"]
-        cells += [f"{100 * (line['score'] / base['score'] - 1):+.1f} %" if way else "", f"{line['compression']:,.0f} x"]
+        cells += [f"{100 * (line['score'] / fmean(each.ddps) - 1):+.1f} %" if way else "", f"{line['compression']:,.0f} x"]
         rates = f"{each.rate:g}" + (f"; {way.rate:g}, {way.momentum:g}" if way else "")
         rows.append([*cells, rates, str(len(line["seeds"]))])
         before = each.about
