@@ -77,8 +77,8 @@ def readme_steps() -> Rows:
     return rows
 
 
-# The longest trainings: what they are, their records, and the unit of a score. Specs of a later list of records take the place of
-# an earlier one's; of the records of a list, each spec has its best learning rate.
+# The longest trainings: what they are, their records, and the unit of a score. Specs of a later list of records take the place
+# of an earlier one's; of the records of a list, each spec has its best learning rate.
 LONGEST: list[tuple[str, list[list[str]], str]] = [
     ("CIFAR-10 subset, SGD, 30 epochs: accuracy", [["cifar-converged"], ["cifar-present"]], "{:.2f} %"),
     (
