@@ -97,6 +97,11 @@ def attach(
         raise TypeError(f"attach() got a {type(model).__name__}; call gradcomp.fsdp.attach(), which is for FSDP2")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
+    if getattr(model, "_use_python_reducer", False):  # since torch 2.4
+        raise TypeError(
+            'attach() got a model that was wrapped under torch._dynamo.config.optimize_ddp = "python_reducer", which gives '
+            "hooks no buckets; leave that setting alone"
+        )
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))

@@ -22,7 +22,6 @@ from gradcomp.spec import kind_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"w": (40, 5), "b": (5,)}
-TIMES = ("forward", "backward", "optimizer")
 
 
 def simulated(spec: Any, how: str = "change", **options: Any) -> list[Any]:
@@ -83,18 +82,11 @@ def test_a_program_in_the_old_names_does_what_one_in_the_new_ones_does(group_of_
     assert len(old) == len(new) and all(are_equal(one, other) for one, other in zip(old, new, strict=True))
 
 
-def test_old_names_of_times_are_taken_with_a_warning() -> None:
-    model: dict[str, Any] = {"w": (100, 10)}
-    old: dict[str, Any] = dict.fromkeys(TIMES, 1.0)
-    with pytest.warns(DeprecationWarning) as seen:
-        found = gradcomp.predict(model, 2, specs=[], **old)
-    text = "predict({0}=...) is deprecated, and the next version refuses it: write predict({0}_time=...)"
-    assert [str(each.message) for each in seen] == [text.format(name) for name in TIMES]
-    assert all(each.filename == __file__ for each in seen)
-    new = gradcomp.predict(
-        model, 2, specs=[gradcomp.Half()], forward_time=1, backward_time=1, optimizer_time=1, bucket_cap_mb=9
-    )
-    assert found["none"].seconds == new["none"].seconds == 3 and new["half"].bytes > 0
+def test_predictions_take_both_names_of_a_buckets_size() -> None:
+    times = {"forward_time": 1.0, "backward_time": 1.0, "optimizer_time": 1.0}
+    sizes: list[dict[str, Any]] = [{"bucket_mb": 9}, {"bucket_cap_mb": 9}]
+    old, new = (gradcomp.predict({"w": (100, 10)}, 2, specs=[gradcomp.Half()], **times, **size) for size in sizes)
+    assert old["none"].seconds == new["none"].seconds == 3 and old["half"].bytes == new["half"].bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -140,15 +132,13 @@ def test_an_import_loads_no_torch_and_shows_all_names() -> None:
 
 
 def test_every_warning_is_one_of_gradcomp() -> None:
-    """But for those of a name that will go."""
     found = 0
     for path in (ROOT / "gradcomp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warnings.warn_explicit"):
                 found += 1
-                category = "DeprecationWarning" if path.name == "aliases.py" else "GradcompWarning"
-                assert category in [ast.unparse(each) for each in node.args], f"{path}: {ast.unparse(node)}"
-    assert found >= 7 and issubclass(gradcomp.GradcompWarning, UserWarning)
+                assert "GradcompWarning" in [ast.unparse(each) for each in node.args], f"{path}: {ast.unparse(node)}"
+    assert found >= 6 and issubclass(gradcomp.GradcompWarning, UserWarning)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         (DDP,),
         r"RuntimeError: DistributedDataParallel\(mixed_precision=...\) has a communication hook of its",
     ),
+    ("python reducer", (DDP,), r"TypeError: .*optimize_ddp = \"python_reducer\", which gives hooks no"),
     ("other ranks", (DDP,), "ValueError: the ranks do not agree .*spec: rank 0 has 'topk:ratio=0.1', rank 1 has 'sign'"),
 ]
 SENTENCES = {(case, door): sentence for case, own, sentence in CASES for door in own}
@@ -168,6 +169,11 @@ def compiled(door: str) -> None:
     gradcomp.ddp.attach(whole, "topk")
 
 
+def python_reducer(door: str) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        used()(door)
+
+
 def other_ranks(door: str) -> None:
     """After the refusal, a spec can be attached on which the ranks agree."""
     run = Training(DDP, linear())
@@ -197,6 +203,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "compiled": compiled,
     "attached twice": lambda door: gradcomp.ddp.attach(Training(DDP, spec="topk").whole, "topk"),
     "mixed precision": used(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)),
+    "python reducer": python_reducer,
     "other ranks": other_ranks,
 }
 

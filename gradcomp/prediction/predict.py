@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcomp.aliases import either, formerly
+from gradcomp.aliases import either
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import World
 from gradcomp.engine.plan import checked_shapes
@@ -128,7 +128,6 @@ class Prediction:
         return "\n".join((self.advice, "", about, "", *rows, *out))
 
 
-@formerly(forward="forward_time", backward="backward_time", optimizer="optimizer_time")
 def predict(
     model: nn.Module | Mapping[str, Sequence[int]],
     ranks: int,
