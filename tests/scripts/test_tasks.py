@@ -22,7 +22,7 @@ from laboratory.harness.measured import Training
 from laboratory.harness.simulated import RoundedWeights, Updates, train
 from laboratory.main import main
 from laboratory.options import Refused
-from laboratory.tasks import cifar, pitch, table, texts
+from laboratory.tasks import adapters, cifar, pitch, table, texts
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings, optimizer_of
 from laboratory.tasks.texts import Transformer
@@ -57,6 +57,7 @@ def test_two_steps_of_every_task_through_the_command_line(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts.sysconfig, "get_path", lambda _: str(data))
+    monkeypatch.setattr(adapters, "STEPS", 2)
     # With less than eight channels, the backward of a channels-last convolution in torch 2.13 writes beyond its memory on
     # processors that have AVX2 and no AVX-512.
     small = "steps=2,batch=2,cifar.width=8,cifar-large.width=8"
@@ -76,10 +77,10 @@ def test_two_steps_of_every_task_through_the_command_line(
         assert lines["dense"]["compression"] == 1 < lines[specs]["compression"]
         assert TASKS[name].source is not None and task["data"].startswith(TASKS[name].source.name)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "data").iterdir()}
-    assert len(made) == 4  # both nets read the same pictures, and both optimizers the same library
+    assert len(made) == 5  # both nets read the same pictures, and both optimizers the same library
     capsys.readouterr()
     assert main([*given, *places, "--data", str(data)]) == 0
-    assert "24 measurements, 24 of them finished" in capsys.readouterr().out
+    assert "28 measurements, 28 of them finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
@@ -191,6 +192,23 @@ def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> 
         model = Transformer(0, own.width, own.depth) if own.beta2 else cifar.residual(0, own.width, own.depth)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
+
+
+def test_adapters_change_nothing_at_first_and_are_all_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "STEPS", 3)
+    text = torch.arange(2000) ** 2 % 251
+    weights = adapters.trained(text)
+    model, plain = adapters.adapted(1, weights), Transformer(0, adapters.WIDTH, adapters.DEPTH)
+    plain.load_state_dict({name.removeprefix(adapters.MARK): each for name, each in weights.items()})
+    x, y = text[:96][None], text[1:97][None]
+    torch.testing.assert_close(model(x), plain(x))
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == 8 * adapters.DEPTH and all(name.endswith((".up", ".down")) for name in names)
+    assert sum(each.numel() for each in model.parameters()) == 32_768
+    texts.loss(model(x), y).backward()  # at first, only one of two matrices has a gradient
+    assert all((float(each.grad.norm()) > 0) == name.endswith(".up") for name, each in model.named_parameters())
+    with pytest.raises(Refused, match="width=64 is not the 128 of the transformer"):
+        adapters.job(TASKS["adapters"].defaults._replace(width=64), 0, 2, {})
 
 
 def test_the_tone_of_a_class_has_its_pitch_and_a_perfect_net_is_right() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from laboratory.options import Refused
-from laboratory.tasks import cifar, digits, pitch, texts
+from laboratory.tasks import adapters, cifar, digits, pitch, texts
 from laboratory.tasks.task import Arrays, Settings, Source, Task
 
 OF_DIGITS = Settings(lr=0.02, steps=600, momentum=0.9, batch=8, width=digits.WIDTH, clip=0)
@@ -51,6 +51,15 @@ TASKS = {
         texts.job,
         "Shakespeare's bytes with a transformer of 1.3 million parameters",
         texts.SHAKESPEARE,
+        "adamw",
+        "cosine",
+    ),
+    "adapters": Task(
+        OF_BYTES._replace(lr=0.004, steps=400, batch=4, width=adapters.WIDTH, weight_decay=0.0, depth=0),
+        *PERPLEXITY,
+        adapters.job,
+        "Shakespeare's bytes with adapters (LoRA) in a transformer that has read Python's library",
+        adapters.SOURCE,
         "adamw",
         "cosine",
     ),
