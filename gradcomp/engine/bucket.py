@@ -147,12 +147,15 @@ class Bucket:
 
     def save_shared(self) -> dict[str, Any]:
         """Copy the state that all ranks must share."""
-        return {"steps": self.steps, "inner": self.compressor.save_shared(self.inner)}
+        noise = None if self.progress is None else self.progress.noise.save()
+        return {"steps": self.steps, "inner": self.compressor.save_shared(self.inner), "noise": noise}
 
     def load_shared(self, shared: Mapping[str, Any]) -> None:
         """Continue with the shared state of another rank."""
         self.steps = shared["steps"]
         self.compressor.load_shared(self.inner, shared["inner"])
+        if self.progress is not None:
+            self.progress.noise.load(shared["noise"])
 
     def copied_residual(self) -> dict[str, Tensor]:
         """Copy the residual by layer, if it stays from step to step. A step under way goes on as without this."""

@@ -72,6 +72,14 @@ UPDATES_FAULTS: Table = {
                 "            factor = self.noise.factor\n",
                 "            factor = 1.0\n",
             ),
+            "ranks whose data are not of one kind divide by second moments of their own": (
+                "                yield from _average(self.moments, world)\n",
+                "                pass\n",
+            ),
+            "a rank in the place of one that has died does not know that the ranks' data differ in kind": (
+                '            self.progress.noise.load(shared["noise"])\n',
+                "            pass\n",
+            ),
         },
         ("test_laws_of_updates.py", "test_random_programs.py"): {
             "a bad gradient of one rank is known to that rank alone": (

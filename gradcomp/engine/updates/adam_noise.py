@@ -5,6 +5,9 @@ steps with the gradient of its own batch. Where that is mostly noise, the ranks'
 than one step, by up to the root of the number of ranks; the step of an optimizer that sees the mean gradient is not. So every
 few steps the ranks average some entries of their updates, and each compares the mean's length with the ranks'. The ratio
 multiplies what goes into the residual.
+
+A mean that is shorter than noise alone makes it tells that the ranks' data are not of one kind: sorted by class, for example.
+Each rank's second moment then measures what others never see, and the ranks average these moments.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout, Steps
-from gradcomp.core.requests import World, reduce
+from gradcomp.core.requests import Requests, World, reduce
+from gradcomp.engine.slots import Slot
 from gradcomp.native.memory import HostCopy
 
 # One entry in so many is compared, within these bounds.
@@ -28,6 +32,8 @@ INTERVAL, FIRST, LATER = 8, 128, 32
 DELAY = 4
 # The share of the sums that a comparison leaves of the earlier ones.
 KEPT = 0.7
+# The ranks' data are not of one kind where the ratio of squares is so many times that of noise alone. Noise makes up to 1.05.
+UNLIKE = 1.1
 
 
 class RankNoise:
@@ -35,13 +41,15 @@ class RankNoise:
 
     sums: squares of the mean's entries, and the ranks' mean of the squares of their own. Each comparison adds 1 to their sum: a
     step with a spike counts like any other. factor: the root of the second over the first. samples: of the residual before an
-    update goes into it, in a step that compares. own: of this rank's update.
+    update goes into it, in a step that compares. own: of this rank's update. are_unlike: the ranks' data are not of one kind.
+    moments: the layers' second moments, for the next comparison; None where a layer has none yet.
     """
 
     def __init__(self, layout: Layout, seed: int):
         self._layout, self.seed, self._ranks = layout, seed, 0
         self.sums = torch.zeros(2, dtype=torch.float64, device=layout.device)
-        self.factor = 1.0
+        self.factor, self.are_unlike = 1.0, False
+        self.moments: Sequence[tuple[Slot, Tensor | None]] = ()
         self._indices: Tensor | None = None
         self.samples: Tensor | None = None
         self.own: Tensor | None = None
@@ -56,6 +64,7 @@ class RankNoise:
         self.sums = torch.tensor(result[:2], dtype=torch.float64, device=self._layout.device)
         self._ranks = int(result[3])
         self.factor = _within(result[2], self._ranks)
+        self.are_unlike = _are_unlike(result[0], result[1], self._ranks)
         self._found = HostCopy(self.sums)
 
     def begin(self, step: int, ranks: int, residual: Tensor) -> None:
@@ -63,6 +72,7 @@ class RankNoise:
         self.samples = self.own = None
         if ranks != self._ranks:
             self.sums, self.factor, self._ranks = torch.zeros_like(self.sums), 1.0, ranks
+            self.are_unlike = False
             self._found = HostCopy(self.sums)
         interval = INTERVAL if step <= FIRST else LATER
         if step % interval == DELAY:
@@ -76,7 +86,8 @@ class RankNoise:
     def _read(self, ranks: int) -> None:
         of_mean, of_own = self._found.all()
         if of_mean > 0 and of_own > 0:
-            self.factor = _within(math.sqrt(of_own / of_mean), ranks)
+            self.are_unlike = _are_unlike(of_mean, of_own, ranks)
+            self.factor = _within(math.sqrt(of_own / of_mean), ranks if self.are_unlike else math.sqrt(ranks))
 
     def note(self, kept: Tensor, offered: Tensor, flag: Tensor) -> None:
         """Find the update that went into the residual: what is kept and what is offered, less what was there before.
@@ -98,12 +109,31 @@ class RankNoise:
             found /= found.sum()
             self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
             self._found = HostCopy(self.sums)
+            if self.are_unlike:
+                yield from _average(self.moments, world)
         return (yield from steps)
 
 
-def _within(factor: float, ranks: int) -> float:
-    """Return the nearest factor that so many ranks can have."""
-    return min(max(factor, 1.0), math.sqrt(max(1, ranks)))
+def _average(moments: Sequence[tuple[Slot, Tensor | None]], world: World) -> Requests[None]:
+    """Average moments over the ranks. One that is not finite on some rank stays each rank's own."""
+    own = [
+        slot.flat(each) if each is not None else torch.zeros(slot.layer.size, device=slot.layer.device)
+        for slot, each in moments
+    ]
+    mean = yield from reduce(torch.cat([each.float() for each in own]) * world.share, world.mean_of_shares)
+    for (slot, each), part in zip(moments, mean.split([len(flat) for flat in own]), strict=True):
+        if each is not None:
+            shaped = slot.shaped(part)
+            each.copy_(torch.where(shaped.isfinite(), shaped, each))
+
+
+def _are_unlike(of_mean: float, of_own: float, ranks: int) -> bool:
+    return ranks > 1 and of_own > UNLIKE * ranks * of_mean
+
+
+def _within(factor: float, most: float) -> float:
+    """Return the nearest factor between 1 and the largest that the ranks can have."""
+    return float(max(min(factor, most), 1.0))
 
 
 def sampled_indices(total: int, count: int, seed: int, device: torch.device) -> Tensor:

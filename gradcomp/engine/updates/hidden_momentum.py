@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradcomp.engine.slots import local
+from gradcomp.engine.slots import Slot, local
 
 Group = dict[str, Any]
 
@@ -127,6 +127,14 @@ class HiddenMomentum:
             return Momentum()
         own = float(_value(group, self.rule))
         return self._given or Momentum(own if own < 1 else 0.0, bool(group.get("nesterov", False)))
+
+    def second_moments(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor | None]]:
+        """Return the second moments of some layers; None for one that has none yet."""
+        optimizer, rule = self._optimizer(), self.rule
+        assert optimizer is not None and rule is not None
+        kept: dict[Any, Any] = optimizer.state
+        found = [(slot, kept.get(slot.parameter, {}).get(rule.second)) for slot in slots]
+        return [(slot, local(each) if isinstance(each, Tensor) else None) for slot, each in found]
 
     def hide(self) -> None:
         """Let the optimizer step without momentum, and with the whole effect of each gradient. Do nothing if it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,20 @@ def noisy(step: int, noise: list[float], shapes: Any = ONE_LAYER, signal: float 
     generator.manual_seed(1000 + step)
     return [
         {name: signals[name] + own * torch.randn(shape, generator=generator) for name, shape in shapes.items()} for own in noise
+    ]
+
+
+def unlike(step: int, ranks: int, shapes: Any = ONE_LAYER) -> list[Named]:
+    """Draw gradients of a signal, which all ranks share, and twice as much that half of the ranks have with the other sign."""
+    signs = []
+    for seed in (7, 8):
+        generator = torch.Generator().manual_seed(seed)
+        signs.append({name: torch.randn(shape, generator=generator).sign() for name, shape in shapes.items()})
+    ours, sides = signs
+    grads = noisy(step, [0.1] * ranks, shapes, 0.0)
+    return [
+        {name: own[name] + 0.3 * ours[name] + 0.6 * (-1) ** rank * sides[name] for name in shapes}
+        for rank, own in enumerate(grads)
     ]
 
 
@@ -131,6 +146,45 @@ def test_a_gradient_that_is_not_finite_is_not_compared() -> None:
     assert torch.equal(pair.sums(), before)
 
 
+@pytest.mark.parametrize("shapes", [ONE_LAYER, {"w": (4, 2, 3, 3), "b": (700,)}], ids=["one layer", "two"])
+def test_ranks_whose_data_are_not_of_one_kind_go_where_adam_of_the_mean_goes(shapes: Any) -> None:
+    """With each rank's own second moment they go 0.05 times as far: what differs decides each rank's signs, and cancels."""
+    pair = Pair(4, shapes=shapes)
+    for step in range(96):
+        if step == 48:
+            pair.mark()
+        pair.step(unlike(step, 4, shapes))
+    for name in shapes:
+        ours, theirs = pair.moved(name)
+        assert float(torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0)) > 0.9
+        assert 0.8 < pair.distance(name) < 1.3
+    moments = [rank.optimizer.state[rank.weights["w"]]["exp_avg_sq"] for rank in pair.ours.ranks]
+    assert len({float(each.sum()) for each in moments}) > 1, (
+        "averaged in the steps that compare, and the ranks' own in the others"
+    )
+
+
+def test_noise_alone_makes_no_message_longer() -> None:
+    pair = Pair(4, "topk")
+    sent = []
+    for step in range(STEPS):
+        pair.step(noisy(step, [1.0] * 4, signal=0.0))
+        sent.append(pair.ours.ranks[0].session.reducer.traffic.sent)
+    assert max(sent) < 4 * 1024 + 4 * 50 and not any(noise.are_unlike for noise in pair.noises())
+
+
+def test_a_rank_that_has_not_compared_adopts_what_the_others_know() -> None:
+    """Or it would not average its moments when they do, as a process that takes the place of one that has died."""
+    pair = Pair(4)
+    for step in range(20):
+        pair.step(unlike(step, 4))
+    pair.noises()[3].load([0.0, 0.0, 1.0, 0.0])
+    assert [noise.are_unlike for noise in pair.noises()] == [True, True, True, False]
+    pair.ours.each(lambda rank: rank.session.membership.invalidate())
+    pair.step(unlike(20, 4))
+    assert all(noise.are_unlike and noise.factor == pair.noises()[0].factor for noise in pair.noises())
+
+
 @pytest.mark.parametrize("at, size", [(160, 1000), (161, 30)])
 def test_a_spike_is_forgotten_as_soon_as_adam_forgets_it(at: int, size: float) -> None:
     """In a step that compares, and in the one behind it: after 200 steps all is as before."""
@@ -149,20 +203,24 @@ def test_a_factor_that_no_ranks_can_have_is_not_loaded() -> None:
     pair = Pair(4)
     pair.train(2)
     states = [state["exchange"] for state in pair.ours.states()]
-    states[1]["of_rank"]["1"]["buckets"][0]["noise"] = [1.0, 1.0, 1e30, 4.0]
+    for rank, state in enumerate(states):
+        state["of_rank"][str(rank)]["buckets"][0]["noise"] = [1.0, 1.0, 1e30, 4.0]
     pair.ours.each(lambda rank: rank.session.resume.load_state_dict(states))
-    assert pair.noises()[1].factor == 2
+    assert pair.noises()[1].factor == 4
 
 
-@pytest.mark.parametrize("saved_after", [3, 8, 17, 24])
-def test_a_training_that_is_resumed_goes_on_alike(saved_after: int) -> None:
+@pytest.mark.parametrize(
+    "grads_of", [lambda step: noisy(step, [1.0] * 4), lambda step: unlike(step, 4)], ids=["noisy", "unlike"]
+)
+@pytest.mark.parametrize("saved_after", [3, 8, 17, 24, 30])
+def test_a_training_that_is_resumed_goes_on_alike(saved_after: int, grads_of: Callable[[int], list[Named]]) -> None:
     whole = Replicas("topk:ratio=0.1", ADAMW, ONE_LAYER, 4, 0)
     again = whole
     for step in range(40):
         if step == saved_after:
             again = whole.resumed()
         for training in {id(each): each for each in (whole, again)}.values():
-            training.step(noisy(step, [1.0] * 4))
+            training.step(grads_of(step))
     again.ends_as(whole, 0, 0)
 
 
