@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +85,8 @@ class Optimizers:
         self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
         self.name_parameters()
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
-        # The momentum of each layer, of the optimizers that train the same layers.
-        self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        # The momentum of each layer, and the class of its rate, of the optimizers that train the same layers.
+        self._sets: list[dict[str, tuple[Momentum, int]]] = [dict.fromkeys(self.names.values(), (Momentum(), 0))]
         self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
         # The layers of each that another one has trained since.
         self.taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
@@ -151,7 +152,12 @@ class Optimizers:
         if self.names.keys().isdisjoint(group_of):
             return None
         momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden(given))
-        momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
+        fastest = max(map(_rate, group_of.values()))
+        momenta = {
+            name: (momentum.of(group), _slower(_rate(group), fastest))
+            for number, name in self.names.items()
+            if (group := group_of.get(number)) is not None
+        }
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]
         number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
@@ -171,8 +177,9 @@ class Optimizers:
         return found
 
     def _divide(self) -> dict[str, Hashable] | None:
-        """Return the part of each layer: layers of the same optimizers, and momenta, share buckets. None: all are of one.
+        """Return the part of each layer: those of the same optimizers, momenta and classes of rates share buckets.
 
+        None: all are of one. Beside much faster layers, a compressor that selects would leave all of a slow one out.
         A momentum that a schedule changes later is that of its bucket's first layer. What an optimizer trained that is gone
         stays divided: when it goes differs between ranks.
         """
@@ -236,3 +243,13 @@ class Optimizers:
         for each in self.every():
             each.is_new, each.exchanges = True, 0 if is_loaded else each.exchanges
             each.reducer, each.buckets, each.waiting = None, [], []  # which have memory
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return the rate that the schedule of a group begins with, or of one without a schedule, its own."""
+    return float(group.get("initial_lr", group.get("lr", 0.0)))
+
+
+def _slower(rate: float, fastest: float) -> int:
+    """Return how many times by four a rate is below the fastest one. All that is 0 may still rise."""
+    return round(math.log(fastest / rate, 4)) if 0 < rate < math.inf else 0
