@@ -77,7 +77,7 @@ UPDATES_FAULTS: Table = {
                 "            factor = 1.0\n",
             ),
             "ranks whose data are not of one kind divide by second moments of their own": (
-                "                yield from _average(self.moments, world)\n",
+                "                yield from _average(moments, world)\n",
                 "                pass\n",
             ),
             "a rank in the place of one that has died does not know that the ranks' data differ in kind": (

@@ -110,7 +110,8 @@ class RankNoise:
             self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
             self._found = HostCopy(self.sums)
             if self.are_unlike:
-                yield from _average(self.moments, world)
+                moments, self.moments = self.moments, ()
+                yield from _average(moments, world)
         return (yield from steps)
 
 

@@ -247,7 +247,8 @@ class Optimizers:
 
 def _rate(group: Mapping[str, Any]) -> float:
     """Return the rate that the schedule of a group begins with, or of one without a schedule, its own."""
-    return float(group.get("initial_lr", group.get("lr", 0.0)))
+    rate = group.get("initial_lr", group.get("lr"))
+    return 0.0 if rate is None else float(rate)
 
 
 def _slower(rate: float, fastest: float) -> int:

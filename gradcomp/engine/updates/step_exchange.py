@@ -327,7 +327,7 @@ class StepExchange:
             for bucket in buckets:
                 assert bucket.progress is not None
                 bucket.progress.skipped = skipped if isinstance(skipped, Tensor) else None  # 0 where nothing has a gradient
-                if bucket.progress.noise.are_unlike:
+                if trained.momentum.normalizes and bucket.progress.noise.are_unlike:
                     slots = [trained.reducer.slots[name] for name in bucket.layout.names]
                     bucket.progress.noise.moments = trained.momentum.second_moments(slots)
             trained.reducer.run(buckets, float(size) if self.session.sums else 1.0, self._agreement)

@@ -164,6 +164,19 @@ def test_ranks_whose_data_are_not_of_one_kind_go_where_adam_of_the_mean_goes(sha
     )
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad])
+def test_another_optimizer_goes_on_where_the_ranks_data_are_not_of_one_kind(other: Any) -> None:
+    pair = Pair(4)
+    for step in range(20):
+        pair.step(unlike(step, 4))
+    assert pair.noises()[0].are_unlike
+    for rank in pair.ours.ranks:
+        rank.optimizers = [other(rank.weights.values(), lr=0.01)]
+    for step in range(20, 40):
+        pair.ours.step(unlike(step, 4))
+        pair.ours.check_equal()
+
+
 def test_noise_alone_makes_no_message_longer() -> None:
     pair = Pair(4, "topk")
     sent = []

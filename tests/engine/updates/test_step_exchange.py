@@ -64,6 +64,23 @@ def tuned(weights: Any) -> Optimizer:
     return made
 
 
+class Own(Optimizer):
+    """Finds its rates by itself, as the Adafactor of transformers does."""
+
+    def __init__(self, weights: Any, **settings: Any):
+        super().__init__([{"params": [each]} for each in weights], settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in (each for group in self.param_groups for each in group["params"]):
+            each.add_(each.grad, alpha=-0.01)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": None}, {"lr": torch.tensor(0.1)}])
+def test_an_optimizer_may_have_no_rate(settings: dict[str, Any]) -> None:
+    Replicas("topk", partial(Own, **settings), ranks=2).train(3)
+
+
 @pytest.mark.parametrize("spec", ["topk", "sdagc:density=0.01"])
 def test_layers_of_a_small_rate_are_not_left_out_beside_faster_ones(spec: str) -> None:
     """With all layers in one bucket, the backbone does not move in the first 1,000 steps."""
