@@ -143,7 +143,7 @@ class Resume:
         meets_again = session.has_met or session.phases.now is Phase.FAILED
         yield
         if parts is not None:
-            session.updates.optimizers.parts = parts  # until the optimizers that they follow from are seen
+            session.updates.optimizers.adopt(parts)
         session.restore(load, reducer, compressor)
         session.membership.note_loaded(taken.of, loaded.ranks)
         session.sums = loaded.sums

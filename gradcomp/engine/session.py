@@ -180,10 +180,10 @@ class Session:
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
                 self.install(state.carry(self.reducer, self.make_reducer(compressor)), compressor)
-        if membership.grows and self.reducer.on_updates:  # a rank that joins has not seen the optimizers step
+        if membership.grows and self.reducer.on_updates and of_leader:  # a rank that joins has not seen the optimizers step
             parts = json.loads((yield from membership.of_leader(json.dumps(self.reducer.part_of_layer))))
+            self.updates.optimizers.adopt(parts)
             if parts != self.reducer.part_of_layer:
-                self.updates.optimizers.parts = parts
                 self.reducer = state.regroup(self.reducer, self.make_reducer(self.compressor))
         yield from membership.settle(self.reducer, self.sums)
         optimizers = self.updates.optimizers

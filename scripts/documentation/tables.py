@@ -77,8 +77,8 @@ def readme_steps() -> Rows:
     return rows
 
 
-# The longest trainings: what they are, their records, and the unit of a score. Specs of a later list of records take the place
-# of an earlier one's; of the records of a list, each spec has its best learning rate.
+# The longest trainings, and fine-tunings: what they are, their records, and the unit of a score. Specs of a later list of
+# records take the place of an earlier one's; of the records of a list, each spec has its best learning rate.
 LONGEST: list[tuple[str, list[list[str]], str]] = [
     ("CIFAR-10 subset, SGD, 30 epochs: accuracy", [["cifar-converged"], ["cifar-present"]], "{:.2f} %"),
     (
@@ -86,13 +86,18 @@ LONGEST: list[tuple[str, list[list[str]], str]] = [
         [["text-present-8e3", "text-present-16e3"]],
         "{:.2f}",
     ),
-    ("Shakespeare, then fine-tuned uncompressed on another text: perplexity per byte", [["fine-tuned"]], "{:.2f}"),
+    (
+        "CREPE, a pitch detector, fine-tuned, AdamW, each at the better of two learning rates: accuracy",
+        [["pitch-present-5e-4", "pitch-present-1e-3"]],
+        "{:.2f} %",
+    ),
+    ("a transformer adapted to another text by LoRA, AdamW: perplexity per byte", [["adapters"]], "{:.2f}"),
 ]
 
 
 def longest() -> Rows:
     """Write the scores of the longest trainings. A star: worse with 95 % confidence."""
-    rows = [["training, three seeds", "uncompressed", "`blocks`", "`orq`", "`topk`"]]
+    rows = [["training, three to five seeds", "uncompressed", "`blocks`", "`orq`", "`topk`"]]
     for about, records, form in LONGEST:
         lines, cells = {spec: line for names in records for spec, line in best(names).items()}, [about]
         for spec in ("dense", "blocks", "orq", "topk:ratio=0.01"):

@@ -32,8 +32,9 @@ INTERVAL, FIRST, LATER = 8, 128, 32
 DELAY = 4
 # The share of the sums that a comparison leaves of the earlier ones.
 KEPT = 0.7
-# The ranks' data are not of one kind where the ratio of squares is so many times that of noise alone. Noise makes up to 1.05.
-UNLIKE = 1.1
+# The ranks' data are not of one kind where the ratio of squares is so many times that of noise alone. Noise makes up to 1.05,
+# but more in buckets of few entries, which are not asked.
+UNLIKE, TOO_FEW = 1.1, 100
 
 
 class RankNoise:
@@ -64,7 +65,7 @@ class RankNoise:
         self.sums = torch.tensor(result[:2], dtype=torch.float64, device=self._layout.device)
         self._ranks = int(result[3])
         self.factor = _within(result[2], self._ranks)
-        self.are_unlike = _are_unlike(result[0], result[1], self._ranks)
+        self.are_unlike = self._are_unlike(result[0], result[1], self._ranks)
         self._found = HostCopy(self.sums)
 
     def begin(self, step: int, ranks: int, residual: Tensor) -> None:
@@ -86,8 +87,11 @@ class RankNoise:
     def _read(self, ranks: int) -> None:
         of_mean, of_own = self._found.all()
         if of_mean > 0 and of_own > 0:
-            self.are_unlike = _are_unlike(of_mean, of_own, ranks)
+            self.are_unlike = self._are_unlike(of_mean, of_own, ranks)
             self.factor = _within(math.sqrt(of_own / of_mean), ranks if self.are_unlike else math.sqrt(ranks))
+
+    def _are_unlike(self, of_mean: float, of_own: float, ranks: int) -> bool:
+        return ranks > 1 and self._layout.total >= TOO_FEW and of_own > UNLIKE * ranks * of_mean
 
     def note(self, kept: Tensor, offered: Tensor, flag: Tensor) -> None:
         """Find the update that went into the residual: what is kept and what is offered, less what was there before.
@@ -116,20 +120,15 @@ class RankNoise:
 
 
 def _average(moments: Sequence[tuple[Slot, Tensor | None]], world: World) -> Requests[None]:
-    """Average moments over the ranks. One that is not finite on some rank stays each rank's own."""
+    """Average moments over the ranks."""
     own = [
         slot.flat(each) if each is not None else torch.zeros(slot.layer.size, device=slot.layer.device)
         for slot, each in moments
     ]
-    mean = yield from reduce(torch.cat([each.float() for each in own]) * world.share, world.mean_of_shares)
+    mean = yield from reduce(torch.cat([each.float() for each in own]).mul_(world.share), world.mean_of_shares)
     for (slot, each), part in zip(moments, mean.split([len(flat) for flat in own]), strict=True):
         if each is not None:
-            shaped = slot.shaped(part)
-            each.copy_(torch.where(shaped.isfinite(), shaped, each))
-
-
-def _are_unlike(of_mean: float, of_own: float, ranks: int) -> bool:
-    return ranks > 1 and of_own > UNLIKE * ranks * of_mean
+            each.copy_(slot.shaped(part))
 
 
 def _within(factor: float, most: float) -> float:

@@ -129,11 +129,13 @@ class HiddenMomentum:
         return self._given or Momentum(own if own < 1 else 0.0, bool(group.get("nesterov", False)))
 
     def second_moments(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor | None]]:
-        """Return the second moments of some layers; None for one that has none yet."""
+        """Return layers and their second moments, and a centered RMSprop's means; None where there is none yet."""
         optimizer, rule = self._optimizer(), self.rule
         assert optimizer is not None and rule is not None
         kept: dict[Any, Any] = optimizer.state
-        found = [(slot, kept.get(slot.parameter, {}).get(rule.second)) for slot in slots]
+        centered = {id(each) for group in optimizer.param_groups if group.get("centered") for each in group["params"]}
+        names = [(slot, name) for slot in slots for name in (rule.second, "grad_avg")[: 1 + (id(slot.parameter) in centered)]]
+        found = [(slot, kept.get(slot.parameter, {}).get(name)) for slot, name in names]
         return [(slot, local(each) if isinstance(each, Tensor) else None) for slot, each in found]
 
     def hide(self) -> None:

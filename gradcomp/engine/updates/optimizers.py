@@ -85,8 +85,10 @@ class Optimizers:
         self._known = weakref.WeakKeyDictionary()  # with their groups, by which another parameter in them is noticed
         self.name_parameters()
         self._latest: dict[str, weakref.ref[torch.optim.Optimizer]] = {}  # of each layer
-        # The momentum of each layer, and the class of its rate, of the optimizers that train the same layers.
-        self._sets: list[dict[str, tuple[Momentum, int]]] = [dict.fromkeys(self.names.values(), (Momentum(), 0))]
+        # The momentum of each layer, of the optimizers that train the same layers.
+        self._sets: list[dict[str, Momentum]] = [dict.fromkeys(self.names.values(), Momentum())]
+        # The class of each layer's rate, as it was first seen: ranks may look at their optimizers at different times.
+        self._classes: dict[str, Hashable] = {}
         self._shared: set[str] = set()  # by optimizers that take turns: one residual cannot stand for two momenta
         # The layers of each that another one has trained since.
         self.taken: dict[weakref.ref[torch.optim.Optimizer], set[str]] = {}
@@ -118,7 +120,8 @@ class Optimizers:
             if found is not None and known is not None and known[0]:
                 new = {*seen} - {*known[0], *self.names, *steps.exchanged()}
                 found.added = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) in new]
-            known = self._known[optimizer] = seen, found
+            is_open = found is not None and not found.names <= self._classes.keys()  # and is looked at again
+            known = self._known[optimizer] = () if is_open else seen, found
         return known[1]
 
     def find_stepping(self, optimizer: torch.optim.Optimizer, given: Momentum | None) -> Trained | None:
@@ -152,12 +155,11 @@ class Optimizers:
         if self.names.keys().isdisjoint(group_of):
             return None
         momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden(given))
-        fastest = max(map(_rate, group_of.values()))
-        momenta = {
-            name: (momentum.of(group), _slower(_rate(group), fastest))
-            for number, name in self.names.items()
-            if (group := group_of.get(number)) is not None
-        }
+        momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
+        if (fastest := max(map(_rate, group_of.values()))) > 0:  # before a warm-up all may be 0
+            for number, name in self.names.items():
+                if number in group_of:
+                    self._classes.setdefault(name, _slower(_rate(group_of[number]), fastest))
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]
         number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
@@ -184,9 +186,14 @@ class Optimizers:
         stays divided: when it goes differs between ranks.
         """
         parts: dict[str, Hashable] = {
-            name: tuple([(i, each[name]) for i, each in enumerate(self._sets) if name in each]) for name in self._sets[0]
+            name: (self._classes.get(name, 0), *[(i, each[name]) for i, each in enumerate(self._sets) if name in each])
+            for name in self._sets[0]
         }
         return parts if len({*parts.values()}) > 1 else None
+
+    def adopt(self, parts: Mapping[str, Hashable]) -> None:
+        """Divide the layers as another rank does, or a saved state, whatever the rates are by now."""
+        self.parts, self._classes = {**parts}, {**parts}
 
     def known(self, optimizer: torch.optim.Optimizer) -> Trained | None:
         """Return what is known of an optimizer, without a look at its groups."""
@@ -246,11 +253,11 @@ class Optimizers:
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    """Return the rate that the schedule of a group begins with, or of one without a schedule, its own."""
-    rate = group.get("initial_lr", group.get("lr"))
-    return 0.0 if rate is None else float(rate)
+    """Return a group's rate; where a warm-up begins with 0, the one of its schedule. An optimizer without rates has 1."""
+    rate = group.get("lr")
+    return 1.0 if rate is None else float(rate) or float(group.get("initial_lr", 0.0))
 
 
 def _slower(rate: float, fastest: float) -> int:
-    """Return how many times by four a rate is below the fastest one. All that is 0 may still rise."""
-    return round(math.log(fastest / rate, 4)) if 0 < rate < math.inf else 0
+    """Return how many times by four a rate is below the fastest one, at most five."""
+    return min(round(math.log(fastest / rate, 4)), 5) if 0 < rate <= fastest < math.inf else 0

@@ -164,6 +164,21 @@ def test_ranks_whose_data_are_not_of_one_kind_go_where_adam_of_the_mean_goes(sha
     )
 
 
+def test_a_centered_moment_stays_above_the_square_of_its_mean() -> None:
+    ours = Replicas(ALL_SENT, partial(torch.optim.RMSprop, lr=1e-3, centered=True), ONE_LAYER, 4)
+    for step in range(40):
+        ours.step(unlike(step, 4))
+        ours.check_equal()
+    assert ours.ranks[0].session.reducer.buckets[0].progress.noise.are_unlike and ours.weights["w"].isfinite().all()
+
+
+def test_few_entries_tell_nothing_of_the_ranks_data() -> None:
+    pair = Pair(2, shapes={"w": (1,)})
+    for step in range(STEPS):
+        pair.step(noisy(step, [1.0] * 2, pair.shapes, 0.0))
+        assert not pair.noises()[0].are_unlike
+
+
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adagrad])
 def test_another_optimizer_goes_on_where_the_ranks_data_are_not_of_one_kind(other: Any) -> None:
     pair = Pair(4)

@@ -55,56 +55,6 @@ def test_updates_travel_in_four_buckets_at_most_unless_told(given: float | None,
     assert len(ours.ranks[0].session.reducer.buckets) == count
 
 
-def tuned(weights: Any) -> Optimizer:
-    """A backbone with a bias without weight decay, and a head whose rate is 100 times as large, all with a warm-up from 0."""
-    first, second, bias, head = weights
-    groups = [{"params": [first, second], "lr": 1e-4}, {"params": [bias], "lr": 1e-4, "weight_decay": 0.0}, {"params": [head]}]
-    made = SGD(groups, lr=0.01, momentum=0.9, weight_decay=1e-3)
-    optim.lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 10))
-    return made
-
-
-class Own(Optimizer):
-    """Finds its rates by itself, as the Adafactor of transformers does."""
-
-    def __init__(self, weights: Any, **settings: Any):
-        super().__init__([{"params": [each]} for each in weights], settings)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for each in (each for group in self.param_groups for each in group["params"]):
-            each.add_(each.grad, alpha=-0.01)
-
-
-@pytest.mark.parametrize("settings", [{}, {"lr": None}, {"lr": torch.tensor(0.1)}])
-def test_an_optimizer_may_have_no_rate(settings: dict[str, Any]) -> None:
-    Replicas("topk", partial(Own, **settings), ranks=2).train(3)
-
-
-@pytest.mark.parametrize("spec", ["topk", "sdagc:density=0.01"])
-def test_layers_of_a_small_rate_are_not_left_out_beside_faster_ones(spec: str) -> None:
-    """With all layers in one bucket, the backbone does not move in the first 1,000 steps."""
-    shapes = {"first": (2000,), "second": (2000,), "bias": (50,), "head": (4000,)}
-    ours, theirs = (Replicas(each, tuned, shapes, 2) for each in (spec, None))
-    begun, grads = ours.copied(), {name: torch.full(shape, 0.3) for name, shape in shapes.items()}
-    for step in range(300):
-        noisy = [{name: each + own[name] for name, each in grads.items()} for own in draw(step, shapes, 2)]
-        for training in (ours, theirs):
-            training.step(noisy)
-            if step == 10:
-                training.set(lr=0.01)
-                for rank in training.ranks:
-                    for group in rank.optimizer.param_groups[:2]:
-                        group["lr"] = 1e-4
-    moved = [{name: float((each.copied()[name] - begun[name]).mean()) for name in shapes} for each in (ours, theirs)]
-    assert all(moved[0][name] == pytest.approx(moved[1][name], rel=0.5) for name in shapes), moved
-    layers = [{*bucket.layout.names} for bucket in ours.ranks[0].session.reducer.buckets]
-    assert all("head" not in of or of == {"head"} for of in layers) and {"first", "second", "bias"} in layers
-    again = ours.resumed()
-    again.step(draw(300, shapes, 2))
-    assert layers == [{*bucket.layout.names} for bucket in again.ranks[0].session.reducer.buckets]
-
-
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05", "sign"])
 def test_weights_that_a_program_moves_on_one_rank_alone_are_noticed(spec: str) -> None:
     """Updates move all ranks alike, also from unlike starts."""
