@@ -93,8 +93,8 @@ UPDATES_FAULTS: Table = {
                 "    return 0\n",
             ),
             "ranks that look at their optimizers at other times divide other layers": (
-                "                    self._classes.setdefault(name, _slower(_rate(group_of[number]), fastest))\n",
-                "                    self._classes[name] = _slower(_rate(group_of[number]), fastest)\n",
+                "                self._classes.setdefault(name, _slower(_rate(group), fastest))\n",
+                "                self._classes[name] = _slower(_rate(group), fastest)\n",
             ),
         },
         ("test_agreement.py",): {

@@ -134,8 +134,10 @@ class HiddenMomentum:
         assert optimizer is not None and rule is not None
         kept: dict[Any, Any] = optimizer.state
         centered = {id(each) for group in optimizer.param_groups if group.get("centered") for each in group["params"]}
-        names = [(slot, name) for slot in slots for name in (rule.second, "grad_avg")[: 1 + (id(slot.parameter) in centered)]]
-        found = [(slot, kept.get(slot.parameter, {}).get(name)) for slot, name in names]
+        found = []
+        for slot in slots:
+            names = [rule.second, "grad_avg"] if id(slot.parameter) in centered else [rule.second]
+            found += [(slot, kept.get(slot.parameter, {}).get(name)) for name in names]
         return [(slot, local(each) if isinstance(each, Tensor) else None) for slot, each in found]
 
     def hide(self) -> None:

@@ -155,11 +155,11 @@ class Optimizers:
         if self.names.keys().isdisjoint(group_of):
             return None
         momentum = HiddenMomentum(optimizer, given, self.own, steps.hidden(given))
-        momenta = {name: momentum.of(group_of[number]) for number, name in self.names.items() if number in group_of}
+        groups = {name: group_of[number] for number, name in self.names.items() if number in group_of}
+        momenta = {name: momentum.of(group) for name, group in groups.items()}
         if (fastest := max(map(_rate, group_of.values()))) > 0:  # before a warm-up all may be 0
-            for number, name in self.names.items():
-                if number in group_of:
-                    self._classes.setdefault(name, _slower(_rate(group_of[number]), fastest))
+            for name, group in groups.items():
+                self._classes.setdefault(name, _slower(_rate(group), fastest))
         place = next((i for i, each in enumerate(self._sets) if each.keys() == momenta.keys()), len(self._sets))
         self._sets[place : place + 1] = [momenta]
         number = zlib.crc32("\n".join(momenta).encode()) >> 8  # a float32 of a record holds 24 bits
