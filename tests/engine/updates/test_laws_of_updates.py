@@ -179,6 +179,39 @@ def test_the_gain_along_a_constant_gradient_is_1_at_every_ratio(ratio: float, se
     torch.testing.assert_close(meant.sum(), (ours.copied()["w"] - waits).sum(), rtol=0.05, atol=1.0)
 
 
+def noise_and_lag(spec: str | None) -> tuple[float, float]:
+    """Train on a constant gradient with noise, whose sign turns at the end: a step's effect is what its gradient is.
+
+    Return the variance of five steps' mean effect about the signal, and by how many steps the effect follows the turn.
+    """
+    size, steps, ranks = 1000, 200, 4
+    random = torch.Generator().manual_seed(0)
+    signal = torch.empty(size).uniform_(math.log(0.02), 0, generator=random).exp()
+    signal *= torch.randint(0, 2, (size,), generator=random) * 2 - 1
+    ours = Replicas(spec, of_sgd, {"w": (size,)}, ranks, 0)
+
+    def effect(steps: int, sign: int) -> Tensor:
+        before = ours.copied()["w"]
+        for _ in range(steps):
+            noise = torch.randn(ranks, size, generator=random)
+            ours.step([{"w": sign * signal + own} for own in noise])
+        return (before - ours.copied()["w"]) * (1 - MOMENTUM) / RATE
+
+    effect(steps, 1)
+    variance = sum(float((effect(5, 1) / 5 - signal).square().mean()) for _ in range(40)) / 40
+    late = effect(steps, -1) + steps * signal
+    return variance, float((late * signal).sum() / (2 * signal.square().sum()))
+
+
+def test_noise_and_lag_are_momentums_where_a_tenth_is_sent_and_bounded_at_a_hundredth() -> None:
+    """Two queues would follow after 11 steps at a tenth, and after 31 at a hundredth. What arrives seldom arrives in lumps."""
+    noise, lag = noise_and_lag(None)
+    assert lag == pytest.approx(MOMENTUM / (1 - MOMENTUM), abs=0.5)
+    for ratio, most_noise, most_lag in ((1.0, 1.01, 1.01), (0.3, 1.4, 1.01), (0.1, 3, 1.01), (0.01, 30, 2.5)):
+        our_noise, our_lag = noise_and_lag(f"topk:ratio={ratio},wire=exact")
+        assert our_noise <= most_noise * noise and our_lag <= most_lag * lag, (ratio, our_noise / noise, our_lag / lag)
+
+
 @pytest.mark.parametrize("wire, of_square", [("exact", 1.0), ("compact", 8 / 9)])
 @pytest.mark.parametrize("ratio", [0.02, 0.3])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
