@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from documentation.charts import MARGIN, NAME, ROW, WIDTH, Bar, Bounded, Curve, Sheet, bars, bounds, curves
-from documentation.tables import DOCS, RESULTS, SCALED, Line, base_of, best, by_hosts, lines_of, local_trainings, way_of
+from documentation.tables import DOCS, SCALED, Line, base_of, best, by_hosts, lines_of, local_trainings, way_of
 from laboratory.commands.steps import DOORS, launched
-from laboratory.report import read
 from laboratory.timing import upper_bound
 
 CHARTS = DOCS / "charts"
@@ -22,10 +21,10 @@ CLUSTERS = {
 # What charts call ways that are not called by their specs.
 CALLED = {"topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc", "bf16:steps=4": "bf16, 4 batches"}
 CALLED |= {"orq:levels=9": "orq, 9 levels", "orq:levels=9,momentum=0": "orq, 9 levels"}
-CALLED |= {"topk:ratio=0.0046,warmup=312": "topk, warm-up", "powersgd:rank=4": "PowerSGD 4", "powersgd:rank=1": "PowerSGD 1"}
+CALLED |= {"powersgd:rank=4": "PowerSGD 4", "powersgd:rank=1": "PowerSGD 1"}
 CALLED |= {"weights:bits=8": "8 bits", "mixed-bf16": "bf16"}
-CALLED |= {f"topk:ratio={ratio}": f"topk {100 * ratio:.2g} %" for ratio in (0.02, 0.0046, 0.0018)}
-CALLED |= {f"sdagc:density={ratio}": f"sdagc {100 * ratio:.2g} %" for ratio in (0.0042, 0.0016)}
+CALLED |= {f"topk:ratio={ratio}": f"topk {100 * ratio:.2g} %" for ratio in (0.1, 0.0046, 0.001)}
+CALLED |= {f"sdagc:density={ratio}": f"sdagc {100 * ratio:.2g} %" for ratio in (0.0042,)}
 CALLED |= {f"powersgd:rank={rank},start={start}": f"PowerSGD {rank}" for rank in (1, 2, 4, 8) for start in (80, 234)}
 
 # The rows of a chart of step times, each with the ways of DDP and of Horovod. Those of gradcomp have one name.
@@ -40,64 +39,39 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "auto": ("auto", "auto"),
 }
 
-# The trainings whose steps are set beside step times, by task: the records, and the specs that trained, each with the way of
-# DDP's steps, which is Horovod's, too, where that has it.
-RACES: Mapping[str, tuple[Sequence[str], Mapping[str, str]]] = {
-    "cifar-large": (
-        ["study-cifar-large"],
-        {"dense": "stock", "bf16": "bf16", "topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc"},
-    ),
-    "shakespeare": (
-        ["study-shakespeare-rest", "study-shakespeare"],
-        {
-            "dense": "stock",
-            "bf16": "bf16",
-            "topk:ratio=0.01": "topk",
-            "sdagc": "sdagc",
-            "orq:levels=9": ROWS["orq, 9 levels"][0],
-        },
-    ),
-}
-
 # The trainings of a chart of scores: a heading, the record or those of several learning rates, of which each way has its best,
 # and the specs, separated by semicolons. A heading without a figure goes on with the part before. In percent, differences are
 # a share of the score.
-RATES, ADVISED = ("05", "1", "2", "4"), "powersgd:rank={},start=80"
+ADVISED = "powersgd:rank={},start=80"
 STUDIES: list[tuple[str, Sequence[str], str]] = [
     (
-        "CIFAR-10, SGD, 12 seeds: points below dense's {:.1f} %",
-        ["cifar-best"],
-        "orq;bingrad;topk:ratio=0.02;topk:ratio=0.01;sdagc:density=0.01",
+        "CIFAR-10, SGD, 30 epochs, 3 seeds: points below dense's {:.1f} %",
+        ["cifar-present-ratios"],
+        "topk:ratio=0.1;sdagc:density=0.0042;topk:ratio=0.0046;topk:ratio=0.001",
+    ),
+    ("The same training", ["cifar-present"], "topk:ratio=0.01;orq"),
+    ("The same training", ["cifar-converged"], "powersgd:rank=4,start=234"),
+    (
+        "The same, 800 steps, 5 seeds: points below dense's {:.1f} %",
+        ["cifar-queue"],
+        "topk:ratio=0.1;topk:ratio=0.01;sdagc:density=0.01;topk:ratio=0.0046;orq",
     ),
     (
-        "The same, 3 seeds: points below dense's {:.1f} %",
-        ["cifar"],
-        "sdagc:density=0.0042;topk:ratio=0.0046;topk:ratio=0.0018;sdagc:density=0.0016",
-    ),
-    (
-        "Best of 4 rates, 3 seeds: points below dense's {:.1f} %",
-        [f"cifar-rate-{rate}" for rate in RATES],
-        "blocks;orq;sdagc:density=0.01;topk:ratio=0.01",
-    ),
-    (
-        "Peers on real ranks, 3 seeds: points below DDP's {:.1f} %",
-        ["cifar-peers", *(f"cifar-peers-rate-{rate}" for rate in RATES if rate != "1")],
+        "800 steps on real ranks, 3 seeds: points below DDP's {:.1f} %",
+        ["cifar-peers", *(f"cifar-peers-rate-{rate}" for rate in ("05", "2", "4"))],
         ";".join(["bf16", *(ADVISED.format(rank) for rank in (8, 4, 2)), "bf16:steps=4", ADVISED.format(1)]),
     ),
     (
-        "CIFAR-10, 30 epochs, 3 seeds: points below dense's {:.1f} %",
-        ["cifar-converged"],
-        "sdagc:density=0.0042;topk:ratio=0.01;orq;powersgd:rank=4,start=234;blocks",
+        "Text, AdamW, better of 2 rates, 3 seeds: % above dense's {:.2f}",
+        ["text-present-8e3", "text-present-16e3"],
+        "topk:ratio=0.01;orq;blocks",
     ),
-    ("The same training", ["cifar-converged-rest"], "topk:ratio=0.0046;topk:ratio=0.0046,warmup=312"),
+    ("LoRA, AdamW, 5 seeds: % above dense's {:.2f}", ["adapters"], "topk:ratio=0.1;topk:ratio=0.01;orq;blocks"),
     (
-        "Text, best of 4 rates, 3 seeds: % above dense's {:.2f}",
-        [f"text-converged-{rate}" for rate in ("4e3", "8e3", "16e3", "32e3")],
-        "sdagc:density=0.0042;topk:ratio=0.01;orq;blocks",
+        "Fine-tuning, AdamW, 5 seeds: points below dense's {:.1f} %",
+        ["pitch-present-5e-4", "pitch-present-1e-3"],
+        "topk:ratio=0.01;orq;blocks",
     ),
-    ("Text, larger, 500 steps, 3 seeds: % above dense's {:.2f}", ["shakespeare-best-rate"], "topk:ratio=0.01;sdagc;orq"),
-    ("The same, 5 seeds", ["blocks-text-best-rate"], "blocks"),
-    ("The same, 250 steps, rate 0.001: % above dense's {:.2f}", ["shakespeare-rest"], "bf16;orq:levels=9;orq;bingrad"),
 ]
 
 
@@ -126,61 +100,24 @@ def bounded(label: str, line: Line, factor: float) -> Bounded:
 
 
 def steps() -> str:
-    """Draw the milliseconds of a step."""
+    """Draw the milliseconds of a step. The rows of a link share a scale."""
     sheet = Sheet("Milliseconds of a step, by link, under DDP and under Horovod")
-    rows = {name: [(way, lambda ms: Bar(ms, f"{ms:,.0f}")) for way in ways] for name, ways in ROWS.items()}
     for task, about in CLUSTERS.items():
         sheet.heading(f"{about}: ms per step")
-        blocks(sheet, task, rows, 48)
+        every = {door: launched(task, door) for door in DOORS}
+        for rate, link in LINKS.items():
+            ms = [{line["way"]: line["ms"]["median"] for line in every[door][HOSTS, rate]["lines"]} for door in DOORS]
+            sheet.height += 6
+            sheet.text(8, f"{HOSTS} hosts, {link}", "muted")
+            for at, door in enumerate(DOORS.values()):
+                sheet.text(112 + at * 140, door, "muted")
+            sheet.height += 16
+            drawn = []
+            for name, ways in ROWS.items():
+                found = [Bar(of.get(way), f"{of[way]:,.0f}" if way in of else "") for of, way in zip(ms, ways, strict=True)]
+                drawn.append((name, name in ("topk", "orq, 9 levels", "auto"), found))
+            bars(sheet, drawn, 48)
     return sheet.svg()
-
-
-def seconds() -> str:
-    """Draw the seconds until the loss of a training is down at dense's, from its steps over the seeds and a step's time."""
-    sheet = Sheet("Seconds until a training's loss is down at dense's, by link, under DDP and under Horovod")
-    for task, (records, ways) in RACES.items():
-        by_spec = {line["spec"]: line for name in records for line in read(RESULTS / f"{name}.json")["tasks"][task]["lines"]}
-        sheet.heading(f"{CLUSTERS[task]}: s until the loss is dense's")
-        rows = {
-            "stock" if spec == "dense" else CALLED.get(spec, spec): [
-                (way if door == "ddp" or way != "bf16" else "", lambda ms, line=by_spec[spec]: needed(line, ms))
-                for door in DOORS
-            ]
-            for spec, way in ways.items()
-        }
-        blocks(sheet, task, rows, 66)
-    return sheet.svg()
-
-
-def needed(line: Line, ms: float) -> Bar:
-    """Return the seconds that a way's steps take, and their bound over the seeds."""
-    found = line["steps_to_loss"] * ms / 1000
-    most = (
-        ""
-        if line["spec"] == "dense"
-        else f" (\N{LESS-THAN OR EQUAL TO} {found * line['times_at_most'] / line['times_the_steps']:,.0f})"
-    )
-    return Bar(found, f"{found:,.0f}{most}")
-
-
-def blocks(sheet: Sheet, task: str, rows: Mapping[str, Sequence[tuple[str, Callable[[float], Bar]]]], words: float) -> None:
-    """Draw the rows of each link, which share a scale: by door the way, and the bar of its milliseconds.
-
-    words: their room beside a bar.
-    """
-    every = {door: launched(task, door) for door in DOORS}
-    for rate, link in LINKS.items():
-        ms = [{line["way"]: line["ms"]["median"] for line in every[door][HOSTS, rate]["lines"]} for door in DOORS]
-        sheet.height += 6
-        sheet.text(8, f"{HOSTS} hosts, {link}", "muted")
-        for at, door in enumerate(DOORS.values()):
-            sheet.text(112 + at * 140, door, "muted")
-        sheet.height += 16
-        drawn = []
-        for name, columns in rows.items():
-            found = [bar(of[way]) if way in of else Bar(None, "") for of, (way, bar) in zip(ms, columns, strict=True)]
-            drawn.append((name, name in ("topk", "sdagc", "orq, 9 levels", "auto"), found))
-        bars(sheet, drawn, words)
 
 
 def local_steps() -> str:
@@ -269,7 +206,7 @@ def queue() -> str:
     return sheet.svg()
 
 
-DRAWN = {"scores": scores, "steps": steps, "seconds": seconds, "local-steps": local_steps, "scale": scale, "queue": queue}
+DRAWN = {"scores": scores, "steps": steps, "local-steps": local_steps, "scale": scale, "queue": queue}
 
 
 if __name__ == "__main__":
