@@ -14,11 +14,14 @@ PAGES = ROOT / "docs" / "algorithms"
 # The trainings in a table of scores, and their records.
 STUDIES = {
     "images, SGD with momentum, 12 seeds": ["cifar-best"],
-    "the same, 3 seeds": ["cifar"],
-    "images, 30 epochs, 3 seeds": ["cifar-converged", "cifar-converged-rest"],
-    "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["shakespeare", "shakespeare-rest"],
+    "images, SGD with momentum, 800 steps, 5 seeds": ["cifar-queue"],
+    "images, 30 epochs, 3 seeds": ["cifar-converged", "cifar-present", "cifar-present-ratios"],
+    "text, AdamW, 250 steps, rate 0.001, 3 seeds": ["shakespeare-rest"],
     "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["blocks-text"],
     "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["blocks-text-best-rate"],
+    "text, AdamW, 3,000 steps, 3 seeds": ["text-present-16e3"],
+    "fine-tuning, AdamW, 5 seeds": ["pitch-present-1e-3"],
+    "LoRA, AdamW, 5 seeds": ["adapters"],
     "images, SGD with momentum, 5 seeds": ["blocks-cifar"],
     "digits, SGD with momentum, 5 seeds": ["blocks-conv"],
 }
