@@ -239,7 +239,8 @@ class _Handle(Handle):
 
         Residuals of replicas, and the steps that their entries have waited, are saved as their means, so that any number of
         shards and replicas can load them. A checkpoint keeps one replica's optimizer state, so these become their means, in the
-        optimizers too: call this before that state is copied. A compressor's own state, such as a threshold, is not saved.
+        optimizers too: call this before that state is copied. A compressor's own state, such as a threshold, is not saved, nor
+        what Adam's updates are multiplied by, which the ranks find anew within 36 steps.
 
         Returns:
             The state, for torch.distributed.checkpoint.save() or load().

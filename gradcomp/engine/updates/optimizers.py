@@ -259,5 +259,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _slower(rate: float, fastest: float) -> int:
-    """Return how many times by four a rate is below the fastest one, at most five."""
+    """Return how many times by four a rate is below the fastest one, at most five; six for a rate of 0, which may rise."""
+    if rate == 0:
+        return 6
     return min(round(math.log(fastest / rate, 4)), 5) if 0 < rate <= fastest < math.inf else 0

@@ -68,7 +68,7 @@ def test_ranks_divide_layers_by_rates_alike_whenever_they_look(case: str, both: 
     warmed(ours, 3, 8, both)
     for rank in ours.ranks:
         found = sorted(bucket.layout.names for bucket in rank.session.reducer.buckets)
-        assert found == ([("a",), ("b",)] if both or case == "resumed" else [("b", "a")]), "by what was first seen"
+        assert found == [("a",), ("b",)], "by what was first seen; a rate of 0 beside others counts as slow"
 
 
 class Own(Optimizer):
