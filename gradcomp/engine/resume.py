@@ -135,7 +135,8 @@ class Resume:
             if make is not None and spec != session.spec:
                 compressor = make(spec)
                 reducer = session.make_reducer(compressor)
-            parts = state.saved_parts(taken.shares, session.slots.shapes)
+            # A rank that takes no share divides its layers as those of which there are some.
+            parts = state.saved_parts(taken.shares or loaded.shares, session.slots.shapes)
             if parts is not None and reducer.on_updates:
                 reducer = session.make_reducer(compressor, parts)
             load = state.load_shares(reducer, taken, loaded.steps)

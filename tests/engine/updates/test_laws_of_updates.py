@@ -370,6 +370,13 @@ def test_another_number_of_ranks_keeps_what_waits(spec: str, ranks: int) -> None
     second.train(4, 6)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_another_number_of_ranks_divides_layers_as_the_saved_ones(ranks: int) -> None:
+    """Also a rank that takes no saved rank's part."""
+    first = Replicas("topk:ratio=0.1", of_two_momenta, SHAPES, 2).train(6)
+    first.resumed(ranks).train(4, 6)
+
+
 def test_a_resumed_training_of_another_number_of_ranks_is_torchs_where_everything_is_sent() -> None:
     """Also the momentum, which waits in the residual."""
     for spec in EVERYTHING[:3]:
