@@ -414,7 +414,9 @@ class StepExchange:
         for bucket in trained.buckets:
             if (feedback := bucket.feedback) is None or not feedback.clip:
                 continue
-            grads = [self.session.slots.parameters[name].grad for name in bucket.layout.names]
+            parameters = self.session.slots.parameters
+            names = parameters if feedback.clip_by == "model" else bucket.layout.names  # a second cut finds the norm it wants
+            grads = [parameters[name].grad for name in names]
             there = [local(each) for each in grads if each is not None and not each.is_sparse]
             feedback.cut(there, self.session.network.world, scale if isinstance(scale, Tensor) else None)
 

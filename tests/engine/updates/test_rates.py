@@ -110,3 +110,20 @@ def test_layers_of_a_small_rate_are_not_left_out_beside_faster_ones(spec: str) -
     again = ours.resumed()
     again.step(draw(300, shapes, 2))
     assert layers == [{*bucket.layout.names} for bucket in again.ranks[0].session.reducer.buckets]
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_the_models_gradient_is_clipped_by_its_own_norm_where_layers_are_divided(optimizers: int) -> None:
+    """Also by the first of two optimizers, whose layers the second one then finds clipped."""
+    rates = {"a": 1e-4, "b": 1e-2}
+
+    def made(weights: Any) -> Any:
+        groups = [{"params": [weight], "lr": rate} for weight, rate in zip(weights, rates.values(), strict=True)]
+        return SGD(groups) if optimizers == 1 else [SGD([group]) for group in groups]
+
+    ours = Replicas("topk:ratio=1,wire=exact,clip=0.1,clip_by=model", made, {"a": (500,), "b": (300,)}, 1)
+    before = ours.copied()
+    ours.step(draw(0, ours.shapes, 1))
+    assert len(ours.ranks[0].session.reducer.buckets) == 2
+    clipped = [(before[name] - each) / rates[name] for name, each in ours.copied().items()]
+    assert torch.stack([each.norm() for each in clipped]).norm() == pytest.approx(0.1, rel=0.01)
