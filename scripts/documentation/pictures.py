@@ -20,7 +20,8 @@ CLUSTERS = {
 }
 # What charts call ways that are not called by their specs.
 CALLED = {"topk:ratio=0.01": "topk", "sdagc:density=0.01": "sdagc", "bf16:steps=4": "bf16, 4 batches"}
-CALLED |= {"orq:levels=9": "orq, 9 levels", "orq:levels=9,momentum=0": "orq, 9 levels"}
+CALLED |= {"orq:levels=9": "orq, 9 levels", "orq:levels=9,momentum=0": "orq, 9 levels", "orq:levels=5": "orq, 5 levels"}
+CALLED |= {"bingrad:form=pb": "bingrad, pb"}
 CALLED |= {"powersgd:rank=4": "PowerSGD 4", "powersgd:rank=1": "PowerSGD 1"}
 CALLED |= {"weights:bits=8": "8 bits", "mixed-bf16": "bf16"}
 CALLED |= {f"topk:ratio={ratio}": f"topk {100 * ratio:.2g} %" for ratio in (0.1, 0.0046, 0.001)}
@@ -50,12 +51,14 @@ STUDIES: list[tuple[str, Sequence[str], str]] = [
         "topk:ratio=0.1;sdagc:density=0.0042;topk:ratio=0.0046;topk:ratio=0.001",
     ),
     ("The same training", ["cifar-present"], "topk:ratio=0.01;orq"),
+    ("The same training", ["cifar-present-rest"], "blocks;lgc;bingrad:form=pb"),
     ("The same training", ["cifar-converged"], "powersgd:rank=4,start=234"),
     (
         "The same, 800 steps, 5 seeds: points below dense's {:.1f} %",
         ["cifar-queue"],
-        "topk:ratio=0.1;topk:ratio=0.01;sdagc:density=0.01;topk:ratio=0.0046;orq",
+        "topk:ratio=0.1;topk:ratio=0.01;sdagc:density=0.01;topk:ratio=0.0046",
     ),
+    ("The same training", ["cifar-quantisers-present"], "half;blocks;orq;orq:levels=5;terngrad;bingrad;lgc"),
     (
         "800 steps on real ranks, 3 seeds: points below DDP's {:.1f} %",
         ["cifar-peers", *(f"cifar-peers-rate-{rate}" for rate in ("05", "2", "4"))],

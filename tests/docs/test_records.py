@@ -62,11 +62,11 @@ def costs(name: str, spec: str) -> tuple[float, float, float]:
 
 # The row of a compressor: its records of pictures and of a text, and its spec in them.
 ROWS = {
-    "blocks": ("cifar-converged", "text-present-16e3", "blocks"),
+    "blocks": ("cifar-present-rest", "text-present-16e3", "blocks"),
     "orq": ("cifar-present", "text-present-16e3", "orq"),
     "sdagc": ("cifar-queue", "", "sdagc:density=0.01"),
     "topk": ("cifar-present", "text-present-16e3", "topk:ratio=0.01"),
-    "half": ("half-pictures", "", "half"),
+    "half": ("cifar-quantisers-present", "", "half"),
 }
 
 
