@@ -372,7 +372,7 @@ def test_a_class_is_small(path: Path) -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (18_281, 126), "scripts": (12_061, 91), "tests": (39_373, 278)}
+TOTALS = {"gradcomp": (18_281, 126), "scripts": (12_064, 91), "tests": (39_373, 278)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)
